@@ -1,0 +1,1 @@
+"""The wire protocol without any input or output: messages, their bytes, the handshake's rules."""

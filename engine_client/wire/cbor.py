@@ -1,0 +1,164 @@
+"""The CBOR dialect, hardened.
+
+The decoder of cbor2 does far more than the protocol needs, and some of it at the price of the whole
+process: tags make it compile regular expressions, parse mail and compute powers of ten for seconds
+with the GIL held, shared references make a list hold itself, and arrays as map keys can be chosen
+so that their hashes collide.  So every tag is refused, and so is every array or map used as a key,
+before a dict is built from it.  What then still is no plain value is refused by a walk.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import struct
+from typing import ClassVar, NoReturn
+
+from cbor2 import CBORDecodeError, CBOREncoder, dumps, loads
+
+from engine_client.errors import ProtocolError
+from engine_client.wire.codec import MAX_MESSAGE_DEPTH, Codec, Dialect, Plain, verify_plain
+
+__all__ = ["CborCodec"]
+
+# cbor2 ignores bytes after the item.  A message is decoded as the first of two items in an array,
+# the second a text that no peer knows: it comes back whole only if the message used all its bytes.
+# Hexadecimal digits, so that the searches for single bytes below never hit the token.
+_TOKEN = secrets.token_hex(8)
+_TAIL = b"\x70" + _TOKEN.encode()
+
+_NON_FINITE = re.compile(rb"\xf9(?:\x7e\x00|[\x7c\xfc]\x00)")
+_WIDE_NEGATIVE = re.compile(rb"\x3b[\x80-\xff]")
+
+
+def _refuse_tag(*_: object) -> NoReturn:
+    raise ProtocolError("cbor: a tag, which the protocol does not use")
+
+
+# Those that cbor2 decodes itself must be overridden one by one; the hook sees only the others.
+_TAGS = dict.fromkeys(
+    (*range(6), 25, 28, 29, 30, 35, 36, 37, 52, 54, 100, 256, 258, 260, 261, 1004, 43000, 55799),
+    _refuse_tag,
+)
+
+
+def _encode_double(encoder: CBOREncoder, value: float) -> None:
+    encoder.write(b"\xfb" + struct.pack(">d", value))
+
+
+class CborCodec(Codec):
+    """CBOR by cbor2: shortest integers, floats always 64 bits wide, no tags."""
+
+    name: ClassVar[Dialect] = "cbor"
+
+    def encode(self, value: Plain) -> bytes:
+        frame = dumps(value)
+        if b"\xf9" in frame and _NON_FINITE.search(frame):
+            # cbor2 writes NaN and the infinities in 16 bits, all other floats in 64.
+            frame = dumps(value, encoders={float: _encode_double})
+        return frame
+
+    def decode(self, frame: bytes | memoryview) -> Plain:
+        data = b"".join((b"\x82", frame, _TAIL))
+        try:
+            value, token = _loads(data)
+        except CBORDecodeError as error:
+            raise _clean(error) from error
+        except (RecursionError, ValueError, MemoryError, OverflowError, TypeError) as error:
+            raise ProtocolError(f"cbor: not valid: {type(error).__name__}") from error
+        if token != _TOKEN:
+            raise ProtocolError("cbor: bytes after the end of the message")
+        verify_plain(value, "cbor")
+        if b"\x3b" in data and _WIDE_NEGATIVE.search(data):
+            _verify_integers(value)
+        return value
+
+
+def _loads(data: bytes) -> Plain:
+    try:
+        return loads(
+            data,
+            semantic_decoders=_TAGS,
+            tag_hook=_refuse_tag,
+            max_depth=MAX_MESSAGE_DEPTH + 1,
+            allow_duplicate_keys=False,
+            strict_hashable_types=True,
+        )
+    except CBORDecodeError as error:
+        # Strict keys are strings and byte strings.  Integers are good too, and rare: only then is
+        # it worth looking first whether all keys are harmless.
+        if "map key must be" not in str(error) or not _scalar_keys(data):
+            raise
+    return loads(
+        data,
+        semantic_decoders=_TAGS,
+        tag_hook=_refuse_tag,
+        max_depth=MAX_MESSAGE_DEPTH + 1,
+        allow_duplicate_keys=False,
+    )
+
+
+def _clean(error: CBORDecodeError) -> BaseException:
+    """What a library error becomes: an interrupt that it swallowed stays one."""
+    cause = error.__cause__
+    if isinstance(cause, ProtocolError) or (
+        cause is not None and not isinstance(cause, Exception)
+    ):
+        return cause
+    return ProtocolError(f"cbor: not valid: {str(error)[:200]}")
+
+
+def _scalar_keys(data: bytes) -> bool:
+    """Whether no map of this CBOR item has an array, a map or a tag as a key; linear, no dicts."""
+    position = 0
+    # One entry per open container: [items to come, or -1 for "until the break", is a map, at key]
+    open_items: list[list[int]] = [[1, 0, 0]]
+    try:
+        while open_items:
+            top = open_items[-1]
+            if top[0] == 0:
+                open_items.pop()
+                continue
+            head = data[position]
+            position += 1
+            major, info = head >> 5, head & 31
+            if head == 0xFF:
+                open_items.pop()
+                continue
+            at_key = top[1] and top[2]
+            top[2] = not top[2]
+            top[0] -= top[0] > 0
+            if at_key and major in (4, 5, 6):
+                return False
+            argument = info
+            if 24 <= info <= 27:
+                width = 1 << (info - 24)
+                argument = int.from_bytes(data[position : position + width], "big")
+                position += width
+            if major in (2, 3):
+                if info == 31:
+                    open_items.append([-1, 0, 0])
+                else:
+                    position += argument
+            elif major in (4, 5):
+                is_map = major == 5
+                count = -1 if info == 31 else argument << is_map
+                open_items.append([count, is_map, is_map])
+            elif major == 6:
+                return False
+    except IndexError:
+        return False
+    return True
+
+
+def _verify_integers(value: Plain) -> None:
+    """Refuse integers below -2^63, which CBOR can express and nothing else here can."""
+    pending = [value]
+    for item in pending:
+        if type(item) is list:
+            pending.extend(item)
+        elif type(item) is dict:
+            pending.extend(item)
+            pending.extend(item.values())
+        elif type(item) is int and item < -(2**63):
+            raise ProtocolError("cbor: an integer beyond 64 bits")

@@ -1,0 +1,391 @@
+"""The messages of the engine-core protocol as values, independent of how their bytes are written.
+
+Each message is a frozen dataclass with two directions: ``to_plain()`` lays it out as arrays, maps
+and scalars, and ``from_plain()`` reads such a layout, as a codec returned it, and raises
+:class:`~engine_client.errors.ProtocolError` for anything that is not valid.  Positional records may
+be shorter than known (missing fields take their defaults) or longer (what is more is ignored), and
+unknown map keys are ignored: the protocol grows with nearly every release of the engines.
+
+Errors name types and positions only, never a received value: it may be huge, or not printable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NoReturn
+
+from engine_client.engines import MAX_ENGINES
+from engine_client.errors import ProtocolError
+
+__all__ = [
+    "DEAD_SENTINEL",
+    "Abort",
+    "Hello",
+    "Init",
+    "Outputs",
+    "Ready",
+    "Registration",
+    "RequestType",
+    "UtilityReply",
+    "UtilityRequest",
+    "handshake_message",
+]
+
+DEAD_SENTINEL: Final = b"ENGINE_CORE_DEAD"
+"""The whole single frame that an engine sends when it dies with notice; it is no payload."""
+
+
+class RequestType:
+    """The one-byte frame that says what the next frame of a request is."""
+
+    ADD: Final = b"\x00"
+    ABORT: Final = b"\x01"
+    START_DP_WAVE: Final = b"\x02"
+    UTILITY: Final = b"\x03"
+
+
+def _refuse(message: str, what: str, expected: str, value: object) -> NoReturn:
+    raise ProtocolError(f"{message}: {what} must be {expected}, not {type(value).__name__}")
+
+
+def _mapping(value: object, message: str, what: str = "the payload") -> dict[Any, Any]:
+    if type(value) is not dict:
+        _refuse(message, what, "a map", value)
+    return value
+
+
+def _record(value: object, message: str, required: int) -> list[Any]:
+    if type(value) is not list:
+        _refuse(message, "the payload", "an array", value)
+    if len(value) < required:
+        raise ProtocolError(f"{message}: {len(value)} fields, at least {required} are required")
+    return value
+
+
+def _integer(value: object, message: str, what: str) -> int:
+    if type(value) is not int:  # a bool is none
+        _refuse(message, what, "an integer", value)
+    return value
+
+
+def _text(value: object, message: str, what: str) -> str:
+    if type(value) is not str:
+        _refuse(message, what, "a string", value)
+    return value
+
+
+def _optional_text(fields: dict[Any, Any], key: str, message: str) -> str | None:
+    value = fields.get(key)
+    return None if value is None else _text(value, message, f"'{key}'")
+
+
+def _flag(value: object, message: str, what: str) -> bool:
+    if type(value) is not bool:
+        _refuse(message, what, "a boolean", value)
+    return value
+
+
+def _texts(value: object, message: str, what: str) -> tuple[str, ...]:
+    if type(value) is not list or not {str}.issuperset(map(type, value)):
+        _refuse(message, what, "an array of strings", value)
+    return tuple(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """An engine's first message on the handshake socket: it waits for its :class:`Init`."""
+
+    local: bool = False
+    """Whether the frontend itself launched the engine, on its own host."""
+    headless: bool = True
+    """Whether the engine was started without a frontend."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {"status": "HELLO", "local": self.local, "headless": self.headless}
+
+    @classmethod
+    def from_plain(cls, value: object) -> Hello:
+        message = handshake_message(value)
+        if not isinstance(message, Hello):
+            raise ProtocolError("HELLO: the status is READY")
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An engine's last message on the handshake socket: its model is loaded."""
+
+    local: bool = False
+    headless: bool = True
+    parallel_config_hash: str | None = None
+    """Sent by the members of a lockstep group, which must all agree on it."""
+
+    def to_plain(self) -> dict[str, Any]:
+        plain = {"status": "READY", "local": self.local, "headless": self.headless}
+        if self.parallel_config_hash is not None:
+            plain["parallel_config_hash"] = self.parallel_config_hash
+        return plain
+
+    @classmethod
+    def from_plain(cls, value: object) -> Ready:
+        message = handshake_message(value)
+        if not isinstance(message, Ready):
+            raise ProtocolError("READY: the status is HELLO")
+        return message
+
+
+def handshake_message(plain: object) -> Hello | Ready:
+    """Read what an engine sent on the handshake socket, by its status."""
+    fields = _mapping(plain, "handshake")
+    status = fields.get("status")
+    if status != "HELLO" and status != "READY":
+        kind = "an unknown text" if type(status) is str else type(status).__name__
+        raise ProtocolError(f"handshake: the status must be 'HELLO' or 'READY', not {kind}")
+    local = _flag(fields.get("local", False), status, "'local'")
+    headless = _flag(fields.get("headless", True), status, "'headless'")
+    if status == "HELLO":
+        return Hello(local, headless)
+    return Ready(local, headless, _optional_text(fields, "parallel_config_hash", status))
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """The frontend's answer to a HELLO: where the engine connects, one address per frontend."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    coordinator_input: str | None = None
+    coordinator_output: str | None = None
+    """With an address here the engine behaves as one that has a coordinator."""
+    frontend_stats_publish_address: str | None = None
+    parallel_config: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine sets on its own configuration: integers, strings, arrays."""
+
+    def to_plain(self) -> dict[str, Any]:
+        return {
+            "addresses": {
+                "inputs": list(self.inputs),
+                "outputs": list(self.outputs),
+                "coordinator_input": self.coordinator_input,
+                "coordinator_output": self.coordinator_output,
+                "frontend_stats_publish_address": self.frontend_stats_publish_address,
+            },
+            "parallel_config": dict(self.parallel_config),
+        }
+
+    @classmethod
+    def from_plain(cls, value: object) -> Init:
+        fields = _mapping(value, "INIT")
+        addresses = _mapping(fields.get("addresses"), "INIT", "'addresses'")
+        inputs = _texts(addresses.get("inputs"), "INIT", "'inputs'")
+        outputs = _texts(addresses.get("outputs"), "INIT", "'outputs'")
+        if not inputs or len(inputs) != len(outputs):
+            raise ProtocolError(
+                f"INIT: {len(inputs)} input and {len(outputs)} output addresses; "
+                f"each frontend has one of both"
+            )
+        config = _mapping(fields.get("parallel_config"), "INIT", "'parallel_config'")
+        for key, item in config.items():
+            _text(key, "INIT", "a key of 'parallel_config'")
+            if type(item) not in (int, str, list):
+                _refuse("INIT", "a value of 'parallel_config'", "integer, string or array", item)
+        return cls(
+            inputs,
+            outputs,
+            _optional_text(addresses, "coordinator_input", "INIT"),
+            _optional_text(addresses, "coordinator_output", "INIT"),
+            _optional_text(addresses, "frontend_stats_publish_address", "INIT"),
+            config,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What an engine says of itself when it connects its input socket.
+
+    The frame on the wire may also be empty, which says nothing: ``Registration({})``, made by
+    whoever received it, since an empty frame is no payload in either dialect.
+    """
+
+    ready: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """More than 1 for a member of a lockstep group."""
+        size: int = self.ready.get("data_parallel_size", 1)
+        return size
+
+    @property
+    def vllm_version(self) -> str:
+        """Empty when the engine did not say."""
+        version: str = self.ready.get("vllm_version", "")
+        return version
+
+    def to_plain(self) -> dict[str, Any]:
+        return dict(self.ready)
+
+    @classmethod
+    def from_plain(cls, value: object) -> Registration:
+        ready = _mapping(value, "registration")
+        for key in ready:
+            _text(key, "registration", "a key")
+        message = cls(ready)
+        _text(message.vllm_version, "registration", "'vllm_version'")
+        if _integer(message.data_parallel_size, "registration", "'data_parallel_size'") < 1:
+            raise ProtocolError("registration: 'data_parallel_size' must be at least 1")
+        return message
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityRequest:
+    """A named control operation with positional arguments, for one engine."""
+
+    client_index: int
+    """Which of the engine's output connections takes the reply."""
+    call_id: int
+    method: str
+    args: Sequence[Any] = ()
+
+    def to_plain(self) -> list[Any]:
+        return [self.client_index, self.call_id, self.method, list(self.args)]
+
+    @classmethod
+    def from_plain(cls, value: object) -> UtilityRequest:
+        client_index, call_id, method, args = _record(value, "UTILITY", 4)[:4]
+        if _integer(client_index, "UTILITY", "the client index") < 0:
+            raise ProtocolError("UTILITY: the client index is negative")
+        _integer(call_id, "UTILITY", "the call id")
+        _text(method, "UTILITY", "the method")
+        if type(args) is not list:
+            _refuse("UTILITY", "the arguments", "an array", args)
+        return cls(client_index, call_id, method, args)
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """The engine shall stop these requests; ids that it does not know are ignored."""
+
+    request_ids: tuple[str, ...]
+
+    def to_plain(self) -> list[str]:
+        return list(self.request_ids)
+
+    @classmethod
+    def from_plain(cls, value: object) -> Abort:
+        """Read an array of ids, or a bare id, which the engines take too."""
+        if type(value) is str:
+            return cls((value,))
+        return cls(_texts(value, "ABORT", "the payload"))
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityReply:
+    """An engine's answer to one :class:`UtilityRequest`."""
+
+    call_id: int
+    """Echoed from the request; negative ids are messages of the engine's own making."""
+    failure: str | None = None
+    """None for success; the text may be empty."""
+    value: Any = None
+
+    def to_plain(self) -> list[Any]:
+        # The item before the value describes its Python type between engines and frontends that
+        # trust each other with pickles: never sent, and ignored when it comes.
+        result = [None, self.value] if self.failure is None else None
+        return [self.call_id, self.failure, result]
+
+    @classmethod
+    def from_plain(cls, value: object) -> UtilityReply:
+        fields = _record(value, "utility reply", 1)
+        call_id = _integer(fields[0], "utility reply", "the call id")
+        failure = fields[1] if len(fields) > 1 else None
+        if failure is not None and type(failure) is not str:
+            _refuse("utility reply", "the failure", "a string or nil", failure)
+        result = fields[2] if len(fields) > 2 else None
+        if result is None or failure is not None:
+            return cls(call_id, failure)
+        if type(result) is not list or len(result) < 2:
+            _refuse("utility reply", "the result", "an array of two or nil", result)
+        return cls(call_id, None, result[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """One message of an engine on its output socket: any of its parts may be present."""
+
+    engine_index: int = 0
+    outputs: Sequence[Any] = ()
+    """Records of requests, not looked into here."""
+    scheduler_stats: Mapping[Any, Any] | None = None
+    timestamp: float = 0.0
+    """The engine's monotonic clock, not comparable with any other."""
+    utility: UtilityReply | None = None
+    finished_requests: tuple[str, ...] | None = None
+    wave_complete: int | None = None
+    start_wave: int | None = None
+    weight_version: str | None = None
+
+    def to_plain(self) -> list[Any]:
+        return [
+            self.engine_index,
+            list(self.outputs),
+            None if self.scheduler_stats is None else dict(self.scheduler_stats),
+            self.timestamp,
+            None if self.utility is None else self.utility.to_plain(),
+            None if self.finished_requests is None else list(self.finished_requests),
+            self.wave_complete,
+            self.start_wave,
+            self.weight_version,
+        ]
+
+    @classmethod
+    def from_plain(cls, value: object) -> Outputs:
+        """Read an engine's message.
+
+        Raises:
+            ProtocolError: not valid; its ``engine_index`` and ``call_id`` are those of the message
+                where that much could be read, so that only whom it was for need fail.
+        """
+        try:
+            return cls._read(_record(value, "outputs", 0))
+        except ProtocolError as error:
+            if type(value) is list:
+                error.engine_index = _readable_index(value)
+                error.call_id = _readable_call(value)
+            raise
+
+    @classmethod
+    def _read(cls, fields: list[Any]) -> Outputs:
+        if len(fields) != 9:
+            fields = (fields + [0, [], None, 0.0, None, None, None, None, None][len(fields) :])[:9]
+        index, outputs, stats, timestamp, reply, finished, complete, start, version = fields
+        if type(index) is not int or not 0 <= index < MAX_ENGINES:
+            _refuse("outputs", "the engine index", f"an integer below {MAX_ENGINES}", index)
+        if type(outputs) is not list:
+            _refuse("outputs", "the outputs", "an array", outputs)
+        if stats is not None and type(stats) is not dict:
+            _refuse("outputs", "the scheduler statistics", "a map or nil", stats)
+        if type(timestamp) is not float and type(timestamp) is not int:
+            _refuse("outputs", "the timestamp", "a number", timestamp)
+        if finished is not None:
+            finished = _texts(finished, "outputs", "the finished requests")
+        for wave in (complete, start):
+            if wave is not None and type(wave) is not int:
+                _refuse("outputs", "a wave", "an integer or nil", wave)
+        if version is not None and type(version) is not str:
+            _refuse("outputs", "the weight version", "a string or nil", version)
+        utility = None if reply is None else UtilityReply.from_plain(reply)
+        return cls(index, outputs, stats, timestamp, utility, finished, complete, start, version)
+
+
+def _readable_index(fields: list[Any]) -> int | None:
+    index = fields[0] if fields else 0
+    return index if type(index) is int and 0 <= index < MAX_ENGINES else None
+
+
+def _readable_call(fields: list[Any]) -> int | None:
+    reply = fields[4] if len(fields) > 4 else None
+    if type(reply) is list and reply and type(reply[0]) is int:
+        return reply[0]
+    return None
