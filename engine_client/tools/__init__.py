@@ -1,0 +1,1 @@
+"""Tools around the client: the reference engine, the launcher and its supervisor process."""
