@@ -2,9 +2,8 @@
 
 The decoder of cbor2 does far more than the protocol needs, and some of it at the price of the whole
 process: tags make it compile regular expressions, parse mail and compute powers of ten for seconds
-with the GIL held, shared references make a list hold itself, and arrays as map keys can be chosen
-so that their hashes collide.  So every tag is refused, and so is every array or map used as a key,
-before a dict is built from it.  What then still is no plain value is refused by a walk.
+with the GIL held, and shared references make a list hold itself.  So every tag is refused, and so
+is every array or map used as a key.  What then still is no plain value is refused by a walk.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from typing import ClassVar, NoReturn
 from cbor2 import CBORDecodeError, CBOREncoder, dumps, loads
 
 from engine_client.errors import ProtocolError
-from engine_client.wire.codec import MAX_MESSAGE_DEPTH, Codec, Dialect, Plain, verify_plain
+from engine_client.wire.codec import Codec, Dialect
+from engine_client.wire.keys import scalar_keys_cbor
+from engine_client.wire.plain import MAX_MESSAGE_DEPTH, Plain, verify_plain
 
 __all__ = ["CborCodec"]
 
@@ -85,9 +86,9 @@ def _loads(data: bytes) -> Plain:
             strict_hashable_types=True,
         )
     except CBORDecodeError as error:
-        # Strict keys are strings and byte strings.  Integers are good too, and rare: only then is
-        # it worth looking first whether all keys are harmless.
-        if "map key must be" not in str(error) or not _scalar_keys(data):
+        # Strict keys are strings and byte strings.  Integers are good too, and rare: only for them
+        # is it worth looking whether all keys are harmless.
+        if "map key must be" not in str(error) or not scalar_keys_cbor(data):
             raise
     return loads(
         data,
@@ -101,54 +102,9 @@ def _loads(data: bytes) -> Plain:
 def _clean(error: CBORDecodeError) -> BaseException:
     """What a library error becomes: an interrupt that it swallowed stays one."""
     cause = error.__cause__
-    if isinstance(cause, ProtocolError) or (
-        cause is not None and not isinstance(cause, Exception)
-    ):
+    if isinstance(cause, ProtocolError) or (cause is not None and not isinstance(cause, Exception)):
         return cause
     return ProtocolError(f"cbor: not valid: {str(error)[:200]}")
-
-
-def _scalar_keys(data: bytes) -> bool:
-    """Whether no map of this CBOR item has an array, a map or a tag as a key; linear, no dicts."""
-    position = 0
-    # One entry per open container: [items to come, or -1 for "until the break", is a map, at key]
-    open_items: list[list[int]] = [[1, 0, 0]]
-    try:
-        while open_items:
-            top = open_items[-1]
-            if top[0] == 0:
-                open_items.pop()
-                continue
-            head = data[position]
-            position += 1
-            major, info = head >> 5, head & 31
-            if head == 0xFF:
-                open_items.pop()
-                continue
-            at_key = top[1] and top[2]
-            top[2] = not top[2]
-            top[0] -= top[0] > 0
-            if at_key and major in (4, 5, 6):
-                return False
-            argument = info
-            if 24 <= info <= 27:
-                width = 1 << (info - 24)
-                argument = int.from_bytes(data[position : position + width], "big")
-                position += width
-            if major in (2, 3):
-                if info == 31:
-                    open_items.append([-1, 0, 0])
-                else:
-                    position += argument
-            elif major in (4, 5):
-                is_map = major == 5
-                count = -1 if info == 31 else argument << is_map
-                open_items.append([count, is_map, is_map])
-            elif major == 6:
-                return False
-    except IndexError:
-        return False
-    return True
 
 
 def _verify_integers(value: Plain) -> None:

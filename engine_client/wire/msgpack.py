@@ -11,11 +11,17 @@ from typing import ClassVar
 import msgspec
 
 from engine_client.errors import ProtocolError
-from engine_client.wire.codec import Codec, Dialect, Plain, verify_plain
+from engine_client.wire.codec import Codec, Dialect
+from engine_client.wire.keys import scalar_keys_msgpack
+from engine_client.wire.plain import Plain, verify_plain
 
 __all__ = ["MsgpackCodec"]
 
 _RAW_VIEW = 3
+
+# msgspec has no option that restricts keys.  Below this size colliding keys cost milliseconds, and
+# hardly any message is larger; and only maps of 16 entries or more matter, with one of two headers.
+_KEYS_MATTER = 32_768
 
 
 def _extension(code: int, data: memoryview) -> bytes:
@@ -37,9 +43,16 @@ class MsgpackCodec(Codec):
         return _encode(value)
 
     def decode(self, frame: bytes | memoryview) -> Plain:
+        if len(frame) > _KEYS_MATTER:
+            _verify_keys(bytes(frame))
         try:
             value = _decode(frame)
         except (ValueError, RecursionError, MemoryError, OverflowError, TypeError) as error:
             raise ProtocolError(f"msgpack: not valid: {str(error)[:200]}") from error
         verify_plain(value, "msgpack")
         return value
+
+
+def _verify_keys(data: bytes) -> None:
+    if (b"\xde" in data or b"\xdf" in data) and not scalar_keys_msgpack(data):
+        raise ProtocolError("msgpack: a map key is an array or a map, or bytes are missing")
