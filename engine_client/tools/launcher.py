@@ -1,4 +1,4 @@
-"""The owner's side of the supervisor process: start engines, hear how they end, end them."""
+"""Starting engines and owning them: :func:`launch`, and the owner's side of the supervisor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-__all__ = ["EngineExited", "EngineJob", "EngineStarted", "Supervisor"]
+from engine_client.client import EngineClient
+from engine_client.config import ClientConfig, CodecName, Settings
+from engine_client.dispatch.bootstrap import start
+from engine_client.dispatch.sockets import PRIVATE, open_transport
+from engine_client.wire.codec import codec_named
+from engine_client.wire.messages import Init
 
+__all__ = ["EngineExited", "EngineJob", "EngineStarted", "Supervisor", "launch"]
+
+SHOWN_LINES = 5
+"""Lines of an engine's last output that errors show."""
 KILL_MARGIN = 0.5
 """Seconds of a stop's time limit that are kept for killing what did not end by itself."""
 
@@ -49,15 +58,17 @@ class EngineExited:
     stderr: tuple[str, ...] = ()
     """The last lines that it printed."""
 
-    def __str__(self) -> str:
+    @property
+    def manner(self) -> str:
+        """How it ended, as words that follow "its process "."""
         if self.code is None:
             how = "ended together with its supervisor process"
         elif self.code < 0:
             how = f"was ended by signal {-self.code}"
         else:
             how = f"exited with code {self.code}"
-        last = f"; last line: {self.stderr[-1]}" if self.stderr else ""
-        return f"the process of engine {self.index} {how}{last}"
+        last = [line for line in self.stderr if line.strip()][-SHOWN_LINES:]
+        return f"{how}; its last words: {' | '.join(last)}" if last else how
 
 
 Report = EngineStarted | EngineExited
@@ -222,3 +233,114 @@ def _readable(channel: socket.socket, timeout: float) -> bool:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
     return bool(poll.poll(timeout * 1000))
+
+
+class _Processes:
+    """What a dispatcher asks of a supervisor."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def fileno(self) -> int:
+        return self._supervisor.fileno()
+
+    def read_exits(self) -> list[tuple[int, str]] | None:
+        if self._supervisor.closed:
+            return None
+        reports = self._supervisor.read_reports()
+        return [(r.index, r.manner) for r in reports if isinstance(r, EngineExited)]
+
+    def stop(self, timeout: float | None) -> None:
+        self._supervisor.stop(STOP_TIMEOUT if timeout is None else timeout)
+
+
+STOP_TIMEOUT = 5.0
+
+
+def launch(
+    engine_count: int = 1,
+    *,
+    command: Sequence[str] | Callable[[str, int], Sequence[str]] | None = None,
+    env: Mapping[str, str] | None = None,
+    address: str = PRIVATE,
+    engine_start_index: int = 0,
+    codec: CodecName = "auto",
+    parallel_config: Mapping[str, Any] | None = None,
+    **settings: Unpack[Settings],
+) -> EngineClient:
+    """Start local engines and own them: closing the client ends them.
+
+    A small supervisor process stands between, whose children the engines are.  It ends them when
+    this process goes, in whatever way, keeps Ctrl-C in the terminal away from them, and reports
+    how they end: a call that waits for an engine that exits fails at once.
+
+    Args:
+        engine_count: how many.
+        command: one engine's command, in which ``{address}`` and ``{index}`` are replaced; or a
+            function of address and index that returns it.  Left out: the reference engine, which
+            simulates a model.
+        env: variables to add to this process's environment.
+        address: the handshake address; left out: an ipc file in a private directory.
+        engine_start_index: the index of the first.
+        codec: as for ``connect()``.
+        parallel_config: as for ``connect()``.
+        **settings: ``timeout``, ``connect_timeout``, ``close_timeout``, ``max_message_size``,
+            ``max_unanswered_bytes``, ``heartbeat_interval`` and ``slow_call_warning``, as for
+            ``connect()``.
+
+    Raises:
+        HandshakeError: an engine exited before it was ready; the text has its exit code and last
+            lines of output.  Nothing is left running.
+        HandshakeTimeout: not all engines were ready in time.
+    """
+    config = ClientConfig(
+        engine_count=engine_count, engine_start_index=engine_start_index, codec=codec, **settings
+    )
+    if codec != "auto":
+        codec_named(codec)
+    if isinstance(command, str):
+        raise TypeError(f"command must be a list of words, not {command!r}; see shlex.split()")
+    transport = open_transport(
+        handshake=address,
+        input_address=None,
+        output_address=None,
+        advertised_host=None,
+        heartbeat_interval=config.heartbeat_interval,
+        context=None,
+    )
+    supervisor = Supervisor()
+    try:
+        where = transport.addresses["handshake"]
+        jobs = [
+            EngineJob(index, _argv(command, where, index), {**os.environ, **(env or {})})
+            for index in config.engines
+        ]
+        init = Init(
+            inputs=(transport.addresses["input"],),
+            outputs=(transport.addresses["output"],),
+            parallel_config=dict(parallel_config or {}),
+        )
+        supervisor.start(jobs)
+    except BaseException:
+        supervisor.stop()
+        transport.close(0)
+        raise
+    return EngineClient(start(config, transport, init=init, processes=_Processes(supervisor)))
+
+
+def _argv(
+    command: Sequence[str] | Callable[[str, int], Sequence[str]] | None, address: str, index: int
+) -> list[str]:
+    if command is None:
+        command = [
+            sys.executable,
+            "-m",
+            "engine_client.tools.mock_engine",
+            "--connect",
+            "{address}",
+            "--index",
+            "{index}",
+        ]
+    if callable(command):
+        return list(command(address, index))
+    return [word.replace("{address}", address).replace("{index}", str(index)) for word in command]

@@ -1,0 +1,67 @@
+"""engine_client: drive one or many inference-engine processes from plain blocking Python.
+
+See ``connect`` (engines that you start), ``launch`` (engines that it starts) and ``EngineClient``.
+"""
+
+from __future__ import annotations
+
+from engine_client._version import __version__
+from engine_client.client import EngineClient, connect, connect_bootstrapped
+from engine_client.deadline import USE_DEFAULT
+from engine_client.engines import EngineInfo
+from engine_client.errors import (
+    AbandonedError,
+    CallTimeout,
+    ClientBrokenError,
+    ClientClosedError,
+    ConsensusError,
+    EncodeError,
+    EngineClientError,
+    EngineDeadError,
+    EngineError,
+    HandshakeError,
+    HandshakeTimeout,
+    NotSentError,
+    ProtocolError,
+    RemoteError,
+    ReplyError,
+    RequestRefusedError,
+    UtilityCallError,
+    UtilityTimeoutError,
+)
+from engine_client.outcome import Failed, Ok, Outcomes, UtilityCall
+from engine_client.stats import ClientStats
+from engine_client.tools.launcher import launch
+
+__all__ = [
+    "USE_DEFAULT",
+    "AbandonedError",
+    "CallTimeout",
+    "ClientBrokenError",
+    "ClientClosedError",
+    "ClientStats",
+    "ConsensusError",
+    "EncodeError",
+    "EngineClient",
+    "EngineClientError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineInfo",
+    "Failed",
+    "HandshakeError",
+    "HandshakeTimeout",
+    "NotSentError",
+    "Ok",
+    "Outcomes",
+    "ProtocolError",
+    "RemoteError",
+    "ReplyError",
+    "RequestRefusedError",
+    "UtilityCall",
+    "UtilityCallError",
+    "UtilityTimeoutError",
+    "__version__",
+    "connect",
+    "connect_bootstrapped",
+    "launch",
+]

@@ -1,0 +1,485 @@
+"""The client: :func:`connect` and its kin make one, its methods block."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Unpack
+
+import zmq
+
+from engine_client import _render
+from engine_client.compensation import check_undo, raise_undone, undo
+from engine_client.config import ClientConfig, CodecName, Settings
+from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
+from engine_client.dispatch.bootstrap import start
+from engine_client.dispatch.dispatcher import Dispatcher
+from engine_client.dispatch.sockets import open_transport
+from engine_client.engines import EngineInfo, Targets
+from engine_client.fanout import check_method, settle
+from engine_client.outcome import Outcomes, UtilityCall
+from engine_client.stats import ClientStats
+from engine_client.wire.codec import codec_named
+from engine_client.wire.messages import Init
+
+__all__ = ["EngineClient", "connect", "connect_bootstrapped"]
+
+
+class EngineClient:
+    """A client of one or many engine-core processes; made by :func:`connect` and its kin.
+
+    Every method may be called from any thread, and blocks that thread only.  Use it as a context
+    manager, or call :meth:`close`.  The attributes are read-only.
+    """
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> tuple[EngineInfo, ...]:
+        """A snapshot of every engine, in index order."""
+        self._check_process()
+        registry = self._dispatcher.registry
+        in_flight = registry.in_flight()
+        offset = time.time() - time.monotonic()
+        return tuple(
+            EngineInfo(
+                index=record.index,
+                id=record.id,
+                codec=record.codec,
+                alive=record.alive,
+                ready=dict(record.ready),
+                last_seen=None if record.last_seen is None else record.last_seen + offset,
+                in_flight=in_flight[record.index],
+                cause_of_death=record.death,
+            )
+            for record in registry.engines.values()
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether the client takes no calls any more, closed or broken."""
+        return self._dispatcher.registry.ended
+
+    @property
+    def closing_cause(self) -> BaseException | None:
+        """The first error that ended the client; None while it works or when it was closed."""
+        return self._dispatcher.registry.closing_cause
+
+    @property
+    def pending_utility_calls(self) -> int:
+        """Waiters that are registered, one per engine and call."""
+        self._check_process()
+        return self._dispatcher.registry.pending()
+
+    @property
+    def stats(self) -> ClientStats:
+        """A snapshot of the counters."""
+        return self._dispatcher.stats.snapshot()
+
+    @property
+    def input_address(self) -> str:
+        """Where engines connect to receive."""
+        return self._dispatcher.addresses["input"]
+
+    @property
+    def output_address(self) -> str:
+        """Where engines connect to send."""
+        return self._dispatcher.addresses["output"]
+
+    @property
+    def handshake_address(self) -> str | None:
+        """Where engines say HELLO, also when they restart; None if another process greets them."""
+        return self._dispatcher.addresses.get("handshake")
+
+    # -- utility calls --------------------------------------------------------------------------
+
+    def call_utility(
+        self,
+        method: str,
+        *args: Any,
+        timeout: Timeout = USE_DEFAULT,
+        engines: Targets = None,
+        compensate: UtilityCall | None = None,
+    ) -> list[Any]:
+        """Call a utility method on every target engine and wait for every outcome.
+
+        Nothing is raised before every engine has settled (or the deadline has passed), so that a
+        change that only some engines applied can be undone safely.  Nothing is retried.
+
+        Args:
+            method: its name, for example ``"reset_prefix_cache"``.
+            *args: positional arguments: None, bool, int (64 bits), float, str, bytes, lists, dicts
+                with str or int keys; tuples and sets travel as lists.
+            timeout: seconds for the whole call, all engines together; None for no limit; 0 sends
+                and takes only what is already there.  Left out: the client's default.
+            engines: None for all, ``"alive"``, or a sequence of engine indices.
+            compensate: sent on failure to the living engines that may have run the call, with the
+                same time limit anew; its outcomes are in ``error.compensation``.
+
+        Returns:
+            The results, in target order.
+
+        Raises:
+            UtilityCallError: an engine failed; ``outcomes`` has every engine's.
+            UtilityTimeoutError: an engine had not replied by the deadline.
+            TypeError, ValueError: an argument that cannot be meant; nothing was sent.
+            EncodeError: an argument that cannot be sent; nothing was sent.
+            RequestRefusedError: the call would wedge a lockstep group; nothing was sent.
+            ClientClosedError, ClientBrokenError: the client ended.
+        """
+        undo_call = check_undo(compensate)
+        outcomes = self.settle_utility(method, *args, timeout=timeout, engines=engines)
+        return self._unwrap(outcomes, undo_call, timeout)
+
+    def settle_utility(
+        self,
+        method: str,
+        *args: Any,
+        timeout: Timeout = USE_DEFAULT,
+        engines: Targets = None,
+    ) -> Outcomes:
+        """Like :meth:`call_utility`, but return every engine's outcome instead of raising.
+
+        What is refused before anything is sent raises here too, and so does the client's end.
+
+        Returns:
+            The outcomes, keyed by engine index, in target order.
+        """
+        return settle(
+            self._dispatcher, method, args, engines=engines, timeout=self._seconds(timeout)
+        )
+
+    def call_utility_consensus(
+        self,
+        method: str,
+        *args: Any,
+        timeout: Timeout = USE_DEFAULT,
+        engines: Targets = None,
+    ) -> Any:
+        """Like :meth:`call_utility`, for a question on which all engines must agree.
+
+        Returns:
+            The one value that every engine gave.
+
+        Raises:
+            ConsensusError: all answered, but differently; ``outcomes`` has each answer.
+        """
+        return self.settle_utility(method, *args, timeout=timeout, engines=engines).agreed()
+
+    def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: Timeout = USE_DEFAULT,
+        worker_timeout: float | None = None,
+        engines: Targets = None,
+    ) -> list[Any]:
+        """Run a worker method on every worker of every target engine.
+
+        Args:
+            method: the worker method's name.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            timeout: as for :meth:`call_utility`.
+            worker_timeout: seconds that each engine gives its workers; None for no limit.
+            engines: as for :meth:`call_utility`.
+
+        Returns:
+            The workers' results: all of the first engine, then all of the next (a list of lists
+            would be per engine; ``settle_utility("collective_rpc", ...)`` gives that).
+        """
+        check_method(method)
+        if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+            raise TypeError(
+                f"args must be a sequence of arguments, not {args!r}; "
+                f"did you mean args=({args!r},)?"
+            )
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise TypeError(f"kwargs must be a mapping or None, not {kwargs!r}")
+        limit = parse_timeout(worker_timeout, name="worker_timeout")
+        outcomes = self.settle_utility(
+            "collective_rpc",
+            method,
+            limit,
+            list(args),
+            None if kwargs is None else dict(kwargs),
+            timeout=timeout,
+            engines=engines,
+        )
+        results: list[Any] = []
+        for value in outcomes.unwrap():
+            results += value if isinstance(value, list) else [value]
+        return results
+
+    def compensate(
+        self, outcomes: Outcomes, call: UtilityCall, *, timeout: Timeout = USE_DEFAULT
+    ) -> Outcomes:
+        """Undo a call on the living engines that may have run it.
+
+        An undo is never refused as a whole: each engine for itself.  Without a time limit, engines
+        that have not answered the call (``CallTimeout``, ``AbandonedError``) are sent the undo and
+        not waited for; engines handle messages in order, so it arrives after the call.
+
+        Args:
+            outcomes: of the call, from an error, an interrupt or :meth:`settle_utility`.
+            call: what undoes it.
+            timeout: as for :meth:`call_utility`.
+
+        Returns:
+            The undo's outcome for each engine in ``outcomes.may_have_run``.
+        """
+        if not isinstance(outcomes, Outcomes):
+            raise TypeError(
+                f"outcomes must be an Outcomes (error.outcomes), not {type(outcomes).__name__}"
+            )
+        undo_call = check_undo(call)
+        if undo_call is None:
+            raise TypeError("call must be a UtilityCall, not None")
+        return undo(self._dispatcher, outcomes, undo_call, self._seconds(timeout))
+
+    def is_sleeping(self, *, timeout: Timeout = USE_DEFAULT, engines: Targets = None) -> bool:
+        """Whether the engines sleep; asked of the engines, which must agree.
+
+        Raises:
+            ConsensusError: some sleep and some do not.
+        """
+        return bool(self.call_utility_consensus("is_sleeping", timeout=timeout, engines=engines))
+
+    # -- life cycle -----------------------------------------------------------------------------
+
+    def close(self, timeout: Timeout = USE_DEFAULT) -> None:
+        """End the client; idempotent, from any thread.
+
+        New work is refused, every waiting call gets a ``ClientClosedError`` with its outcomes,
+        what is still to be sent gets the rest of the time, engines that the client launched end.
+
+        ``close(timeout=0)`` only asks for all that and does not wait: it takes no lock, and is the
+        one method that a signal handler may call.
+
+        Args:
+            timeout: seconds; left out: ``close_timeout`` of the client.
+        """
+        dispatcher = self._dispatcher
+        if dispatcher.is_foreign():
+            return
+        seconds = (
+            dispatcher.config.close_timeout if timeout is USE_DEFAULT else parse_timeout(timeout)
+        )
+        deadline = Deadline(seconds)
+        latch = dispatcher.ask_close(deadline)
+        if seconds == 0 or dispatcher.is_current_thread():
+            return
+        # The dispatcher keeps to the deadline itself; the extra is for its last steps.
+        grace = Deadline(None if seconds is None else seconds + _CLOSE_GRACE)
+        if latch.wait(grace.lock_timeout()):
+            dispatcher.join(grace.remaining())
+
+    def __enter__(self) -> EngineClient:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        dispatcher = getattr(self, "_dispatcher", None)
+        if dispatcher is None or dispatcher.registry.ended or dispatcher.is_foreign():
+            return
+        # No lock and no wait: a finalizer runs anywhere, even in the dispatcher.
+        dispatcher.ask_close(Deadline(dispatcher.config.close_timeout))
+        warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+
+    def __repr__(self) -> str:
+        dispatcher = self._dispatcher
+        if dispatcher.registry.ended:
+            broken = dispatcher.registry.closing_cause
+            return f"<EngineClient {'closed' if broken is None else f'broken: {broken!r}'}>"
+        records = dispatcher.registry.engines.values()
+        alive = sum(record.alive for record in records)
+        return f"<EngineClient open: {alive} of {len(records)} engines alive>"
+
+    def _repr_html_(self) -> str:
+        rows = [info._row() for info in self.engines]
+        return _render.html_table(
+            ("engine", "state", "codec", "in flight"), rows, caption=repr(self)
+        )
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        """Refuse before any lock when this process is a fork of the owner."""
+        if self._dispatcher.is_foreign():
+            self._dispatcher.check_usable()
+
+    def _seconds(self, timeout: Timeout) -> float | None:
+        if timeout is USE_DEFAULT:
+            return self._dispatcher.config.timeout
+        return parse_timeout(timeout)
+
+    def _unwrap(
+        self, outcomes: Outcomes, undo_call: UtilityCall | None, timeout: Timeout
+    ) -> list[Any]:
+        if outcomes.all_ok:
+            return outcomes.values_in_order()
+        error = outcomes.error()
+        try:
+            if undo_call is not None and outcomes.may_have_run:
+                raise_undone(self._dispatcher, error, undo_call, self._seconds(timeout))
+            raise error
+        finally:
+            del error  # a frame that holds an exception that holds the frame delays its collection
+
+
+_CLOSE_GRACE = 1.0
+
+
+def connect(
+    address: str,
+    *,
+    engine_count: int = 1,
+    engine_start_index: int = 0,
+    advertised_host: str | None = None,
+    input_address: str | None = None,
+    output_address: str | None = None,
+    codec: CodecName = "auto",
+    parallel_config: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    connect_timeout: float | None = 600.0,
+    close_timeout: float | None = 5.0,
+    max_message_size: int = 2**30,
+    max_unanswered_bytes: int = 2**30,
+    heartbeat_interval: float | Literal["auto"] | None = "auto",
+    slow_call_warning: float | None = 30.0,
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+) -> EngineClient:
+    """Bind the addresses, greet the engines and wait until every one is ready.
+
+    Engines may be started before or after; each connects to ``address``, is told where the data
+    sockets are, and registers.  The address stays open, so that engines may restart later.
+
+    Args:
+        address: the handshake address to bind, ``tcp://host:port`` or ``ipc:///path``.  Whoever
+            reaches it controls the engines: stay on loopback or ipc unless you must.
+        engine_count: how many engines to wait for.
+        engine_start_index: the index of the first.
+        advertised_host: the host that engines connect to, where it differs from the one bound.
+        input_address: where to bind the input socket; left out: the same host, a free port, or
+            an ipc file in a private directory.
+        output_address: likewise for the output socket.
+        codec: ``"auto"`` takes each engine's own dialect; or force ``"cbor"`` or ``"msgpack"``.
+        parallel_config: what every engine sets on its own configuration; needed when the engines
+            of a lockstep group come from several launch commands.
+        timeout: default time limit of calls, in seconds; None for none, since loading weights
+            takes minutes.
+        connect_timeout: seconds for the whole start, all engines together; None for no limit.
+        close_timeout: default time limit of :meth:`EngineClient.close`.
+        max_message_size: bytes; a larger message counts as malformed.
+        max_unanswered_bytes: an engine that was sent more than this since it was last heard is
+            sent no more calls until it is heard again.
+        heartbeat_interval: seconds between ZeroMQ heartbeats; ``"auto"``: none on ipc and
+            loopback, 10 s elsewhere; None: none.
+        slow_call_warning: seconds after which a call without a time limit logs a warning that
+            names the engines outstanding, then again at doubled intervals; None: never.
+        context: a ZeroMQ context to use; left out: one of its own.
+
+    Returns:
+        The client; close it, or use it as a context manager.
+
+    Raises:
+        HandshakeTimeout: not all engines were ready in time; ``missing`` names them.
+        HandshakeError: an address cannot be bound, or an engine speaks a dialect that is not
+            installed or not the one forced.
+        ValueError, TypeError: a setting that cannot be meant.
+    """
+    config = ClientConfig(
+        engine_count=engine_count,
+        engine_start_index=engine_start_index,
+        codec=codec,
+        timeout=timeout,
+        connect_timeout=connect_timeout,
+        close_timeout=close_timeout,
+        max_message_size=max_message_size,
+        max_unanswered_bytes=max_unanswered_bytes,
+        heartbeat_interval=heartbeat_interval,
+        slow_call_warning=slow_call_warning,
+    )
+    if codec != "auto":
+        codec_named(codec)  # tells at once when its package is missing
+    transport = open_transport(
+        handshake=address,
+        input_address=input_address,
+        output_address=output_address,
+        advertised_host=advertised_host,
+        heartbeat_interval=config.heartbeat_interval,
+        context=context,
+    )
+    init = Init(
+        inputs=(transport.addresses["input"],),
+        outputs=(transport.addresses["output"],),
+        parallel_config=dict(parallel_config or {}),
+    )
+    return EngineClient(start(config, transport, init=init))
+
+
+def connect_bootstrapped(
+    input_address: str,
+    output_address: str,
+    *,
+    engine_count: int = 1,
+    engine_start_index: int = 0,
+    client_index: int = 0,
+    codec: CodecName = "auto",
+    context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    **settings: Unpack[Settings],
+) -> EngineClient:
+    """Bind ready-made data addresses and wait for the engines' registrations.
+
+    For engines that another process greets (a launcher with several frontends): it told them
+    these addresses, as those of the frontend ``client_index``.
+
+    Args:
+        input_address: where to bind the input socket.
+        output_address: where to bind the output socket.
+        engine_count: how many engines to wait for.
+        engine_start_index: the index of the first.
+        client_index: this client's place among the frontends; replies come to its output address.
+        codec: ``"auto"`` reads each engine's dialect off its registration; an engine that
+            registers with an empty payload needs it said.
+        context: as for :func:`connect`.
+        **settings: ``timeout``, ``connect_timeout``, ``close_timeout``, ``max_message_size``,
+            ``max_unanswered_bytes``, ``heartbeat_interval`` and ``slow_call_warning``, as for
+            :func:`connect`.
+
+    Raises:
+        HandshakeTimeout: not all engines had registered in time.
+        HandshakeError: as for :func:`connect`.
+    """
+    config = ClientConfig(
+        engine_count=engine_count,
+        engine_start_index=engine_start_index,
+        codec=codec,
+        client_index=client_index,
+        **settings,
+    )
+    if codec != "auto":
+        codec_named(codec)
+    transport = open_transport(
+        handshake=None,
+        input_address=input_address,
+        output_address=output_address,
+        advertised_host=None,
+        heartbeat_interval=config.heartbeat_interval,
+        context=context,
+    )
+    return EngineClient(start(config, transport, init=None))

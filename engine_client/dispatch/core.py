@@ -1,0 +1,762 @@
+"""What the dispatcher decides, apart from what it does.
+
+No sockets, threads or clock: the loop feeds it frames with the descriptor of the connection they
+came on, connections that came and went, calls from the outbox, process exits and the time; it
+settles waiters in the registry and leaves messages in ``outgoing``.  So a simulation can drive
+every decision.
+
+How a death is told apart from a life
+-------------------------------------
+ZeroMQ names the connection of each frame (``SRCFD``), and its socket monitor names the connection
+that was lost, by the same descriptor.  A registration names an engine's input connection; an
+output's engine index names its output connection.  An output connection that has not carried
+anything yet has no name; the rest follows by elimination:
+
+* as many engines without a named output connection as unnamed connections: nothing is missing;
+* fewer connections than engines, once there were enough: somebody lost theirs.  With no unnamed
+  connection left it is all those engines; otherwise a harmless call asks each, and whoever answers
+  has named its connection.
+
+Descriptors are reused at once, so a lost connection is forgotten at once, and a registration is
+trusted only after the monitor has been read empty.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from engine_client.dispatch.registry import Registry
+from engine_client.dispatch.waiting import PendingCall, Startup
+from engine_client.engines import engine_id, engine_index, engine_names
+from engine_client.errors import (
+    EngineDeadError,
+    EngineError,
+    HandshakeError,
+    NotSentError,
+    ProtocolError,
+    RemoteError,
+    ReplyError,
+)
+from engine_client.stats import ClientStats
+from engine_client.wire.codec import Codec, Dialect, codec_named, dialect_of_map, peek_reply
+from engine_client.wire.handshake import ClientHandshake, Event, Phase
+from engine_client.wire.messages import (
+    DEAD_SENTINEL,
+    Abort,
+    Hello,
+    Init,
+    Outputs,
+    Registration,
+    RequestType,
+    UtilityRequest,
+    handshake_message,
+)
+
+__all__ = ["Core", "Outgoing", "Side"]
+
+logger = logging.getLogger("engine_client")
+
+Side = Literal["input", "output"]
+"""Which of an engine's two connections; both are bound on this side."""
+
+LOST = "its connection was lost (the process ended or was cut off)"
+SENTINEL = "it reported a fatal error (ENGINE_CORE_DEAD); its log says which"
+FENCE_DELAY = 0.1
+"""Seconds that a known connection's loss gets to explain an unnamed one's, before engines are
+asked."""
+PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0)
+"""Seconds after a connection came or went until ZeroMQ surely knows who can be reached."""
+
+
+class Outgoing(NamedTuple):
+    """A message for an engine, ready to be sent."""
+
+    channel: Literal["handshake", "input"]
+    engine: int
+    frames: tuple[bytes, ...]
+    """Identity first."""
+    call: PendingCall | None = None
+    """The call that fails when the engine cannot be reached."""
+
+
+class Connection:
+    """One connection of a peer to the input or the output socket."""
+
+    __slots__ = ("closing", "fd", "retired")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.retired = False
+        """Its engine was replaced or reported its death: what still comes is late."""
+        self.closing = False
+        """Its loss has been read but not yet acted upon: the descriptor may be another's."""
+
+
+class Peer:
+    """One engine as the dispatcher knows it."""
+
+    __slots__ = (
+        "codec",
+        "covered",
+        "fence",
+        "greeting",
+        "handshake",
+        "id",
+        "index",
+        "input",
+        "lost",
+        "output",
+        "registered",
+    )
+
+    def __init__(self, index: int, *, bootstrapped: bool) -> None:
+        self.index = index
+        self.id = engine_id(index)
+        self.handshake = ClientHandshake(bootstrapped=bootstrapped)
+        self.codec: Dialect | None = None
+        self.input: Connection | None = None
+        """The input connection, once known."""
+        self.output: Connection | None = None
+        """The output connection, once known."""
+        self.covered = False
+        """Whether an unnamed output connection was seen that can be this engine's."""
+        self.lost: set[Side] = set()
+        """Connections whose loss killed it; with both back it is alive again.  Empty when only a
+        registration can bring it back."""
+        self.greeting: Dialect | None = None
+        """Dialect of a HELLO that came while the index was still alive."""
+        self.fence: int | None = None
+        """Call id of the question whether it is there."""
+        self.registered = False
+        """Whether it ever registered."""
+
+
+class Core:
+    """The state of one client's engines and connections; used by the dispatcher only.
+
+    Args:
+        indices: the engines.
+        registry: where waiters are settled.
+        startup: told when all engines are ready, or that they cannot become so.
+        stats: counters.
+        codec: ``"auto"``, or the dialect that every engine must speak.
+        client_index: this client's place among the addresses of INIT.
+        init: what a HELLO is answered with; None when another process greets the engines.
+        call_ids: ids for calls of the core's own.
+        max_message_size: bytes; what is larger is not decoded.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        registry: Registry,
+        startup: Startup,
+        stats: ClientStats,
+        *,
+        codec: Literal["auto", "cbor", "msgpack"],
+        client_index: int,
+        init: Init | None,
+        call_ids: Iterable[int],
+        max_message_size: int,
+    ) -> None:
+        self.registry = registry
+        self.startup = startup
+        self.stats = stats
+        self.outgoing: deque[Outgoing] = deque()
+        self.notes: deque[str] = deque(maxlen=20)
+        """What stray peers did, for the text of a handshake error."""
+        self._forced_codec: Dialect | None = None if codec == "auto" else codec
+        self._client_index = client_index
+        self._init = init
+        self._call_ids = iter(call_ids)
+        self._max_message_size = max_message_size
+        self._peers = {index: Peer(index, bootstrapped=init is None) for index in indices}
+        self._connections: dict[Side, dict[int, Connection]] = {"input": {}, "output": {}}
+        self._output_loss = LOST
+        self._timers: list[tuple[float, int, Callable[[float], None]]] = []
+        self._timer_ids = itertools.count()
+
+    # -- time ---------------------------------------------------------------------------------
+
+    def _later(self, when: float, action: Callable[[float], None]) -> None:
+        heapq.heappush(self._timers, (when, next(self._timer_ids), action))
+
+    def next_timer(self) -> float | None:
+        """When :meth:`tick` must be called next; None when nothing is planned."""
+        return self._timers[0][0] if self._timers else None
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        while self._timers and self._timers[0][0] <= now:
+            heapq.heappop(self._timers)[2](now)
+
+    # -- start and return of engines ------------------------------------------------------------
+
+    def missing(self) -> dict[int, str]:
+        """What is awaited from each engine that has not started; any thread may ask."""
+        return {
+            index: peer.handshake.waiting_for
+            for index, peer in self._peers.items()
+            if peer.handshake.phase is not Phase.COMPLETE
+        }
+
+    def _stray(self, note: str) -> None:
+        self.stats.stray_messages += 1
+        self.notes.append(note)
+        logger.warning("ignored: %s", note)
+
+    def handshake_frames(self, frames: Sequence[bytes], now: float) -> None:
+        """A message came on the handshake socket: ``[identity, HELLO or READY]``."""
+        index = engine_index(frames[0])
+        peer = None if index is None else self._peers.get(index)
+        if index is None or peer is None:
+            self._stray(
+                f"a handshake message from identity {_shown(frames[0])}, which is none "
+                f"of {engine_names(self._peers)}"
+            )
+            return
+        if len(frames) != 2 or len(frames[1]) > 65_536:
+            self._stray(f"a handshake message of {len(frames)} frames from engine {index}")
+            return
+        dialect = dialect_of_map(frames[1])
+        try:
+            if dialect is None:
+                raise ProtocolError(f"neither a CBOR nor a msgpack map: {_shown(frames[1])}")
+            message = handshake_message(self._codec_for(index, dialect).decode(frames[1]))
+            if isinstance(message, Hello):
+                self._hello(peer, dialect, now)
+            else:
+                peer.handshake.receive(Event.READY)
+                self._progress()
+        except ProtocolError as exc:
+            self._stray(f"engine {index}: {exc}")
+        except HandshakeError as exc:
+            self.startup.finish(exc)
+            self._stray(str(exc))
+
+    def _codec_for(self, index: int, dialect: Dialect) -> Codec:
+        """The codec of an engine's first message.
+
+        Raises:
+            HandshakeError: this client does not speak its dialect.
+        """
+        if self._forced_codec not in (None, dialect):
+            raise HandshakeError(
+                f"engine {index} speaks {dialect}, but the client was made with "
+                f"codec={self._forced_codec!r}; leave codec out to take each engine's own",
+                missing=tuple(self.missing()),
+                stage="HELLO",
+            )
+        try:
+            return codec_named(dialect)
+        except ModuleNotFoundError as exc:
+            raise HandshakeError(
+                f"engine {index} speaks {dialect}, as vLLM does: {exc}",
+                missing=tuple(self.missing()),
+                stage="HELLO",
+            ) from exc
+
+    def _hello(self, peer: Peer, dialect: Dialect, now: float) -> None:
+        record = self.registry.engines[peer.index]
+        if record.alive:
+            logger.warning(
+                "engine %d is alive, but another process says HELLO under its index; it gets its "
+                "INIT when the first one is gone",
+                peer.index,
+            )
+            peer.greeting = dialect
+            self._probe(peer)
+            return
+        self._greet(peer, dialect)
+
+    def _greet(self, peer: Peer, dialect: Dialect) -> None:
+        if self._init is None:
+            self._stray(f"engine {peer.index} sent HELLO, but another process greets the engines")
+            return
+        peer.greeting = None
+        peer.codec = dialect
+        peer.handshake.receive(Event.HELLO)
+        payload = codec_named(dialect).encode(self._init.to_plain())
+        self.outgoing.append(Outgoing("handshake", peer.index, (peer.id, payload)))
+
+    def registration(self, identity: bytes, payloads: Sequence[bytes], fd: int, now: float) -> None:
+        """A message came on the input socket: ``[identity, registration]``.
+
+        The input monitor must have been read empty since it was received.
+        """
+        index = engine_index(identity)
+        peer = None if index is None else self._peers.get(index)
+        if index is None or peer is None:
+            self._stray(
+                f"a registration from identity {_shown(identity)}, which is none of "
+                f"{engine_names(self._peers)}"
+            )
+            return
+        connection = self._connections["input"].get(fd)
+        if connection is not None and (connection is peer.input or connection.retired):
+            logger.debug("engine %d repeated its registration", index)
+            return
+        if len(payloads) != 1 or len(payloads[0]) > self._max_message_size:
+            self._stray(f"a registration of {len(payloads)} frames from engine {index}")
+            return
+        try:
+            dialect, ready = self._read_registration(peer, payloads[0])
+            peer.handshake.receive(Event.REGISTRATION)
+        except ProtocolError as exc:
+            self._stray(f"engine {index}: {exc}")
+            return
+        except HandshakeError as exc:
+            self.startup.finish(exc)
+            self._stray(str(exc))
+            return
+        if self.registry.engines[index].alive:
+            self._replaced(peer, "another process registered under its index", now)
+        if peer.output is not None:
+            peer.output.retired = True
+        peer.codec = dialect
+        peer.input = connection
+        peer.output = None
+        peer.covered = False
+        peer.lost = set()
+        peer.fence = None
+        self.registry.register_engine(index, dialect, ready, now)
+        if peer.registered:
+            self._returned(peer, "registered again")
+        peer.registered = True
+        if connection is None:
+            # The connection was gone before its registration could be read.
+            self._die(peer, LOST, now, lost="input")
+            return
+        self._check_outputs(now)
+        self._progress()
+
+    def _read_registration(self, peer: Peer, payload: bytes) -> tuple[Dialect, Mapping[str, Any]]:
+        if not payload:
+            dialect = peer.codec or self._forced_codec
+            if dialect is None:
+                raise HandshakeError(
+                    f"engine {peer.index} registered with an empty payload, which does not tell "
+                    f"its dialect; say codec='cbor' or codec='msgpack'",
+                    missing=tuple(self.missing()),
+                    stage="registration",
+                )
+            return dialect, {}
+        known = dialect_of_map(payload)
+        if known is None:
+            raise ProtocolError(f"its registration is no map: {_shown(payload)}")
+        codec = self._codec_for(peer.index, known)
+        return known, Registration.from_plain(codec.decode(payload)).ready
+
+    def _returned(self, peer: Peer, how: str) -> None:
+        self.stats.returns += 1
+        logger.info("engine %d serves again: it %s", peer.index, how)
+
+    def _progress(self) -> None:
+        if not self.startup.finished and not self.missing():
+            self.startup.finish()
+
+    # -- connections ----------------------------------------------------------------------------
+
+    def knows(self, side: Side, fd: int) -> bool:
+        """Whether the monitor has reported this connection and not its loss."""
+        return fd in self._connections[side]
+
+    def connected(self, side: Side, fd: int, now: float) -> None:
+        """The socket monitor reports a new connection."""
+        self._connections[side][fd] = Connection(fd)
+        if side == "output":
+            self._check_outputs(now)
+        if any(peer.lost for peer in self._peers.values()):
+            for delay in PROBE_DELAYS:
+                self._later(now + delay, self._try_revive)
+
+    def closing(self, side: Side, fd: int) -> None:
+        """A loss was read; what the output socket still holds comes before it is acted upon."""
+        connection = self._connections[side].get(fd)
+        if connection is not None:
+            connection.closing = True
+
+    def disconnected(self, side: Side, fd: int, now: float) -> None:
+        """The socket monitor reports a lost connection.
+
+        The output socket must have been read empty since: a last reply counts.
+        """
+        connection = self._connections[side].pop(fd, None)
+        if connection is None:
+            return
+        owners = [p for p in self._peers.values() if getattr(p, side) is connection]
+        for peer in owners:
+            setattr(peer, side, None)
+            if self.registry.engines[peer.index].alive:
+                self._die(peer, LOST, now, lost=side)
+            elif peer.lost:
+                peer.lost.add(side)
+        if owners or connection.retired:
+            return
+        if side == "output":
+            self._output_loss = LOST
+            self._check_outputs(now, loss=True)
+            return
+        for delay in PROBE_DELAYS[:2]:
+            self._later(now + delay, self._probe_unnamed)
+
+    def _probe_unnamed(self, now: float) -> None:
+        for peer in self._peers.values():
+            if peer.input is None and self.registry.engines[peer.index].alive:
+                self._probe(peer)
+
+    def _probe(self, peer: Peer) -> None:
+        """Send what does nothing; an engine that is gone cannot be reached."""
+        if peer.codec is None:
+            return
+        payload = codec_named(peer.codec).encode(Abort(()).to_plain())
+        self.outgoing.append(Outgoing("input", peer.index, (peer.id, RequestType.ABORT, payload)))
+
+    def _try_revive(self, now: float) -> None:
+        for peer in self._peers.values():
+            if peer.lost and peer.handshake.phase is not Phase.GREETED:
+                self._probe(peer)
+
+    def reached(self, item: Outgoing, now: float) -> None:
+        """A message that no call waits for went out: the engine has an input connection."""
+        peer = self._peers[item.engine]
+        if item.channel != "input" or not peer.lost:
+            return
+        if peer.output is None and self._unnamed_outputs() == 0:
+            return
+        peer.lost = set()
+        self.registry.revive_engine(item.engine)
+        self._returned(peer, "reconnected")
+        self._check_outputs(now)
+
+    def unreachable(self, item: Outgoing, now: float) -> None:
+        """ZeroMQ has no connection to the engine (EHOSTUNREACH): the message was not sent."""
+        peer = self._peers[item.engine]
+        if item.channel == "handshake":
+            peer.handshake = ClientHandshake()
+            return
+        why = "it cannot be reached (no connection)"
+        call = item.call
+        if call is not None:
+            call.sent.discard(item.engine)
+        if self.registry.engines[item.engine].alive:
+            self._die(peer, why, now, lost="input")
+
+    # -- deaths -----------------------------------------------------------------------------------
+
+    def _die(self, peer: Peer, why: str, now: float, *, lost: Side | None = None) -> None:
+        """An engine is dead: everything that waits for it fails, and so does its lockstep group.
+
+        Args:
+            peer: the engine.
+            why: words that follow "engine 3 is dead: ".
+            now: monotonic time.
+            lost: the connection whose return would bring it back.
+        """
+        record = self.registry.engines[peer.index]
+        group = [peer]
+        if record.in_lockstep:
+            group += [
+                p
+                for i, p in self._peers.items()
+                if p is not peer
+                and self.registry.engines[i].alive
+                and self.registry.engines[i].in_lockstep
+            ]
+        for member in group:
+            reason = why
+            if member is not peer:
+                reason = f"engine {peer.index} of its lockstep group died: {why}"
+            self._bury(member, reason, now)
+            member.lost = {lost} if lost and member is peer and len(group) == 1 else set()
+        if not self.startup.finished:
+            logger.warning("engine %d was lost during the start; waiting for it", peer.index)
+        for member in group:
+            if member.greeting is not None:
+                self._greet(member, member.greeting)
+
+    def _bury(self, peer: Peer, why: str, now: float) -> None:
+        self.stats.deaths += 1
+        peer.handshake = ClientHandshake(bootstrapped=self._init is None)
+        peer.fence = None
+        self.registry.bury_engine(peer.index, why)
+        failed = self.registry.fail_engine(
+            peer.index,
+            EngineDeadError,
+            f"engine {peer.index} died before it replied to {{method}}: {why}",
+            now,
+        )
+        logger.warning("engine %d is dead: %s (%d waiting calls failed)", peer.index, why, failed)
+
+    def _replaced(self, peer: Peer, how: str, now: float) -> None:
+        """The old incarnation of an engine is gone; the new one is there already."""
+        self.stats.deaths += 1
+        failed = self.registry.fail_engine(
+            peer.index,
+            EngineDeadError,
+            f"engine {peer.index} was replaced before it replied to {{method}}: {how}",
+            now,
+        )
+        logger.warning(
+            "engine %d was replaced: %s (%d waiting calls failed)", peer.index, how, failed
+        )
+        for connection in (peer.input, peer.output):
+            if connection is not None:
+                connection.retired = True
+        peer.input = peer.output = None
+
+    def process_exited(self, index: int, how: str, now: float) -> None:
+        """The supervisor reports that a launched engine's process ended.
+
+        The output socket must have been read empty since.
+
+        Args:
+            index: the engine.
+            how: words that follow "its process ".
+            now: monotonic time.
+        """
+        peer = self._peers.get(index)
+        if peer is None:
+            return
+        why = f"its process {how}"
+        if not self.startup.finished:
+            self.startup.finish(
+                HandshakeError(
+                    f"engine {index} did not start: {why}",
+                    missing=tuple(self.missing()),
+                    stage=peer.handshake.waiting_for or "start",
+                )
+            )
+        if self.registry.engines[index].alive:
+            self._die(peer, why, now)
+        else:
+            self.registry.bury_engine(index, why)
+            peer.lost = set()
+
+    # -- output connections without a name ----------------------------------------------------
+
+    def _unnamed_outputs(self) -> int:
+        named = {id(p.output) for p in self._peers.values() if p.output is not None}
+        return sum(
+            1 for c in self._connections["output"].values() if not c.retired and id(c) not in named
+        )
+
+    def _nameless(self) -> list[Peer]:
+        """Living engines whose output connection is not known."""
+        return [
+            p for i, p in self._peers.items() if p.output is None and self.registry.engines[i].alive
+        ]
+
+    def _check_outputs(
+        self, now: float, *, loss: bool = False, ask_after: float = FENCE_DELAY
+    ) -> None:
+        nameless = self._nameless()
+        unnamed = self._unnamed_outputs()
+        if unnamed >= len(nameless):
+            for peer in nameless:
+                peer.covered = True
+            return
+        suspects = [peer for peer in nameless if peer.covered]
+        if unnamed == 0:
+            for peer in suspects:
+                if self.registry.engines[peer.index].alive:
+                    final = self._output_loss is SENTINEL
+                    self._die(peer, self._output_loss, now, lost=None if final else "output")
+        elif suspects and loss:
+            self._later(now + ask_after, self._ask_nameless)
+
+    def _ask_nameless(self, now: float) -> None:
+        """Ask engines whose output connection has no name: a reply names it."""
+        nameless = self._nameless()
+        if self._unnamed_outputs() >= len(nameless):
+            return
+        for peer in nameless:
+            if peer.fence is not None or peer.codec is None:
+                continue
+            peer.fence = next(self._call_ids)
+            question = UtilityRequest(self._client_index, peer.fence, "is_sleeping", [])
+            payload = codec_named(peer.codec).encode(question.to_plain())
+            self.outgoing.append(
+                Outgoing("input", peer.index, (peer.id, RequestType.UTILITY, payload))
+            )
+
+    def _name_output(self, connection: Connection | None, peer: Peer, now: float) -> bool:
+        """An output names an engine: learn its connection.  False: what it carries is late."""
+        if connection is None or connection.closing:
+            # Gone already, or its number may be another connection's: nothing to learn.
+            return True
+        if connection.retired:
+            return False
+        if peer.output is not None:
+            self._replaced(peer, "its output came on another connection", now)
+        peer.output = connection
+        if peer.lost == {"output"} and peer.input is not None:
+            peer.lost = set()
+            self.registry.revive_engine(peer.index)
+            self._returned(peer, "reconnected")
+        self._check_outputs(now)
+        return True
+
+    # -- outputs ----------------------------------------------------------------------------------
+
+    def output(self, frames: Sequence[bytes], fd: int, now: float) -> None:
+        """A message came on the output socket."""
+        self.stats.received += 1
+        connection = self._connections["output"].get(fd)
+        main = frames[0]
+        if len(main) == len(DEAD_SENTINEL) and main == DEAD_SENTINEL:
+            self._sentinel(connection, now)
+            return
+        try:
+            message = self._decode(main, sum(map(len, frames)), connection)
+            index = message.engine_index
+            peer = self._peers.get(index)
+            if peer is None:
+                raise ProtocolError(f"it names engine {index}, which is none of this client's")
+        except ProtocolError as exc:
+            self._bad_output(connection, main, exc, now)
+            return
+        if (peer.output is not connection or connection is None) and not self._name_output(
+            connection, peer, now
+        ):
+            self.stats.late_replies += 1
+            return
+        reply = message.utility
+        if reply is None:
+            self.registry.heard(index, now)
+            return
+        call_id = reply.call_id
+        error: EngineError | None = None
+        if reply.failure is not None:
+            error = RemoteError(reply.failure, engine=index)
+        if not self.registry.settle(index, call_id, error, reply.value, now):
+            if call_id == peer.fence:
+                peer.fence = None
+            elif call_id < 0:
+                logger.debug("engine %d announced %r", index, reply.value)
+            else:
+                self.stats.late_replies += 1
+                logger.debug("late reply of engine %d to call %d dropped", index, call_id)
+
+    def _decode(self, main: bytes, size: int, connection: Connection | None) -> Outputs:
+        if size > self._max_message_size:
+            raise ProtocolError(
+                f"a message of {size:,} bytes is over the limit (max_message_size="
+                f"{self._max_message_size:,})"
+            )
+        dialects = self._dialects(connection)
+        for dialect in dialects[:-1]:
+            try:
+                return Outputs.from_plain(codec_named(dialect).decode(main))
+            except ProtocolError:
+                continue
+        return Outputs.from_plain(codec_named(dialects[-1]).decode(main))
+
+    def _owners(self, connection: Connection | None) -> list[Peer]:
+        """The engines that a connection can be of: the one it is named for, else any unnamed."""
+        if connection is not None:
+            named = [p for p in self._peers.values() if p.output is connection]
+            if named or connection.retired:
+                return named
+        return self._nameless()
+
+    def _dialects(self, connection: Connection | None) -> list[Dialect]:
+        found = dict.fromkeys(p.codec for p in self._owners(connection) if p.codec)
+        return list(found) or [self._forced_codec or "cbor"]
+
+    def _bad_output(
+        self, connection: Connection | None, main: bytes, exc: ProtocolError, now: float
+    ) -> None:
+        """A message that cannot be decoded fails what it could have been for, nothing else."""
+        self.stats.malformed_messages += 1
+        owners = self._owners(connection)
+        index, call_id = exc.engine_index, exc.call_id
+        if call_id is None:
+            for dialect in self._dialects(connection):
+                found = peek_reply(main, dialect)
+                if found is not None:
+                    index, call_id = found
+                    break
+        logger.warning(
+            "a message from %s could not be decoded: %s",
+            engine_names(p.index for p in owners) if owners else "a stray peer",
+            exc,
+        )
+        if call_id is not None:
+            for peer in owners:
+                if index in (None, peer.index):
+                    error = ReplyError(
+                        f"engine {peer.index}'s reply could not be decoded: {exc}",
+                        engine=peer.index,
+                    )
+                    self.registry.fail(peer.index, call_id, error, now)
+            return
+        for peer in owners:
+            self.registry.fail_engine(
+                peer.index,
+                ReplyError,
+                f"a message of engine {peer.index}, which may have been its reply to {{method}}, "
+                f"could not be decoded: {exc}",
+                now,
+            )
+
+    def _sentinel(self, connection: Connection | None, now: float) -> None:
+        if connection is None or connection.retired:
+            return
+        owners = [p for p in self._peers.values() if p.output is connection]
+        connection.retired = True
+        for peer in owners:
+            peer.output = None
+            if self.registry.engines[peer.index].alive:
+                self._die(peer, SENTINEL, now)
+        if not owners:
+            self._output_loss = SENTINEL
+            self._check_outputs(now, loss=True, ask_after=0.0)
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    def submit(self, call: PendingCall, now: float) -> None:
+        """A call came out of the outbox: its messages, for all engines before any is waited for.
+
+        It is sent even if its caller has left: engines in lockstep wedge when some get it only.
+        """
+        self.stats.calls += 1
+        engines = self.registry.engines
+        append = self.outgoing.append
+        for index in call.targets:
+            if index in call.refused:
+                continue
+            engine = engines[index]
+            payload = call.payloads.get(engine.codec or "")
+            if not engine.alive or payload is None:
+                self._refuse(call, index, now)
+                continue
+            call.sent.add(index)
+            append(Outgoing("input", index, (engine.id, RequestType.UTILITY, payload), call))
+
+    def _refuse(self, call: PendingCall, index: int, now: float) -> None:
+        engine = self.registry.engines[index]
+        error: EngineError
+        if engine.alive:
+            error = NotSentError(
+                f"engine {index} was replaced by one that speaks {engine.codec}", engine=index
+            )
+        else:
+            error = EngineDeadError(
+                f"engine {index} died before {call.method} was sent to it: {engine.death}",
+                engine=index,
+                may_have_run=False,
+            )
+        self.registry.fail(index, call.call_id, error, now)
+
+
+def _shown(data: bytes, limit: int = 16) -> str:
+    return (
+        data[:limit].hex(" ") + (f" ... ({len(data):,} bytes)" if len(data) > limit else "")
+        or "(empty)"
+    )

@@ -1,0 +1,392 @@
+"""The dispatcher: the one thread of a client that owns the poller and every socket.
+
+The loop moves bytes and events between the sockets, the outbox and the :class:`Core`; what they
+mean is decided there.  Only this thread sends: a ``send_multipart`` in a main thread is torn in two
+by Ctrl-C.  Only this thread ends a client: ``close()``, a finalizer and a signal handler ask by
+appending to a deque and poking the wake-up, which needs no lock.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import secrets
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Protocol
+
+import zmq
+from zmq.backend import zmq_poll
+
+from engine_client.config import ClientConfig
+from engine_client.deadline import Deadline
+from engine_client.dispatch.core import Core, Side
+from engine_client.dispatch.outbox import Outbox
+from engine_client.dispatch.registry import Registry
+from engine_client.dispatch.sockets import Transport, read_monitor
+from engine_client.dispatch.waiting import Latch, PendingCall, Startup
+from engine_client.errors import ClientBrokenError, ClientClosedError
+from engine_client.stats import ClientStats
+from engine_client.wire.messages import Init
+
+__all__ = ["Dispatcher", "ProcessOwner"]
+
+logger = logging.getLogger("engine_client")
+
+_numbers = itertools.count(1)
+_LARGE = 65_536
+"""Bytes from which a frame is sent without a copy; below, a copy is cheaper."""
+_BATCH = 1000
+"""Messages read from one socket before the others get their turn."""
+
+
+class ProcessOwner(Protocol):
+    """Who started the engines' processes and hears how they end (a supervisor)."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when there are reports."""
+
+    def read_exits(self) -> list[tuple[int, str]] | None:
+        """Index and manner of the end ("exited with code 3; ...") of each engine that ended.
+
+        None when there will be no more reports.
+        """
+
+    def stop(self, timeout: float | None) -> None:
+        """End all processes."""
+
+
+class Dispatcher:
+    """One client's thread, and what callers share with it.
+
+    It holds no reference to the client, so that a client dropped without ``close()`` is collected,
+    and asks for its end.
+
+    Args:
+        config: the client's settings.
+        transport: open sockets; owned by the dispatcher from here on.
+        init: what a HELLO is answered with; None when another process greets the engines.
+        processes: who started the engines; None when somebody else did.
+    """
+
+    def __init__(
+        self,
+        config: ClientConfig,
+        transport: Transport,
+        *,
+        init: Init | None,
+        processes: ProcessOwner | None = None,
+    ) -> None:
+        self.config = config
+        self.addresses = dict(transport.addresses)
+        self.owner_pid = os.getpid()
+        self.registry = Registry(config.engines, config.max_unanswered_bytes)
+        self.outbox: Outbox[PendingCall] = Outbox()
+        self.stats = ClientStats()
+        self.startup = Startup()
+        # Unique across restarts of the client too: a late answer to a previous one's call never
+        # matches.  Below 2**53, which every language's numbers hold.
+        self.call_ids: Iterator[int] = itertools.count(secrets.randbits(52) + 1)
+        self.core = Core(
+            config.engines,
+            self.registry,
+            self.startup,
+            self.stats,
+            codec=config.codec,
+            client_index=config.client_index,
+            init=init,
+            call_ids=self.call_ids,
+            max_message_size=config.max_message_size,
+        )
+        self._transport = transport
+        self._processes = processes
+        self._connection_events: list[tuple[Side, int, int]] = []
+        """Losses, and arrivals on a descriptor that was lost, not yet acted upon."""
+        self._requests: deque[tuple[Deadline, Latch]] = deque()
+        self._finished = False
+        self._thread = threading.Thread(
+            target=self._run, name=f"engine-client-dispatcher-{next(_numbers)}", daemon=True
+        )
+
+    def start(self) -> None:
+        """Start the thread."""
+        _live.add(self)
+        self._thread.start()
+
+    # -- callers ------------------------------------------------------------------------------
+
+    def is_foreign(self) -> bool:
+        """Whether this is a forked child of the process that made the client."""
+        return os.getpid() != self.owner_pid
+
+    def is_current_thread(self) -> bool:
+        """Whether this is the dispatcher's own thread (a finalizer of a user may run there)."""
+        return threading.get_ident() == self._thread.ident
+
+    def check_usable(self) -> None:
+        """Refuse use after a fork, from the dispatcher itself, and after the end.
+
+        Raises:
+            ClientBrokenError: this process is a fork of the owner, or the client broke.
+            ClientClosedError: the client was closed.
+        """
+        if self.is_foreign():
+            # Before any lock: another thread of the owner may have held it when it forked.
+            raise ClientBrokenError(
+                f"this client belongs to process {self.owner_pid}, and this process "
+                f"({os.getpid()}) is a fork of it: make a client of its own here"
+            )
+        if self.is_current_thread():
+            raise RuntimeError(
+                "a client cannot be used from its own dispatcher thread "
+                "(a finalizer or log handler of yours runs there)"
+            )
+        if self.registry.ended:
+            raise self.ended_error()
+
+    def ended_error(self) -> ClientClosedError | ClientBrokenError:
+        """A fresh error that says why the client takes no calls; its cause is attached."""
+        cause = self.registry.closing_cause
+        if cause is None:
+            return ClientClosedError("the client is closed")
+        error = ClientBrokenError(f"the client broke: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
+
+    def ask_close(self, deadline: Deadline) -> Latch:
+        """Ask for the end.  Takes no lock: finalizers and signal handlers may call it.
+
+        Returns:
+            A latch that opens when the client has ended.
+        """
+        latch = Latch()
+        self._requests.append((deadline, latch))
+        self.outbox.wakeup.poke()
+        if self._finished:
+            # The dispatcher may have looked for the last time before the append.
+            self._release()
+        return latch
+
+    def join(self, timeout: float | None) -> None:
+        """Wait until the thread is gone, unless this is the thread."""
+        if not self.is_current_thread():
+            self._thread.join(timeout)
+
+    def _release(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._requests.popleft()[1].open()
+
+    # -- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        cause: BaseException | None = None
+        try:
+            self._loop()
+        except BaseException as exc:  # nobody above could learn of it
+            cause = exc
+            logger.exception("the dispatcher failed; every waiting call fails with this cause")
+        finally:
+            self._end(cause)
+
+    def _loop(self) -> None:
+        core, outbox, registry = self.core, self.outbox, self.registry
+        sockets = self._transport.sockets
+        handshake, inputs, outputs = sockets.get("handshake"), sockets["input"], sockets["output"]
+        monitors = tuple(self._transport.monitors.values())
+        wakeup = outbox.wakeup
+        reports = None if self._processes is None else self._processes.fileno()
+        polled: list[tuple[Any, int]] = [
+            (source, zmq.POLLIN)
+            for source in (outputs, wakeup.fd, *monitors, inputs, handshake, reports)
+            if source is not None
+        ]
+        clock = time.monotonic
+        while not self._requests:
+            timer = core.next_timer()
+            # Rounded up: a poll that ends a fraction too early would spin.
+            wait = -1 if timer is None else max(0, int((timer - clock()) * 1e3) + 1)
+            ready: set[Any] = {source for source, _ in zmq_poll(polled, wait)}
+            now = clock()
+            if outputs in ready:
+                ready.discard(outputs)
+                self._read_outputs(now, _BATCH)
+            if wakeup.fd in ready:
+                ready.discard(wakeup.fd)
+                wakeup.drain()
+                for call in outbox.take():
+                    core.submit(call, now)
+            if registry.abandoned:
+                registry.drain()
+            if ready or self._connection_events:
+                self._follow_connections(now)
+                if inputs in ready:
+                    self._read_registrations(now)
+                if handshake is not None and handshake in ready:
+                    self._read_handshake(handshake, now)
+                if reports in ready and not self._read_exits(now):
+                    polled.remove((reports, zmq.POLLIN))
+            if timer is not None:
+                core.tick(now)
+            if core.outgoing:
+                self._flush(now)
+
+    def _flush(self, now: float) -> None:
+        """Send what the core left, in order."""
+        core = self.core
+        outgoing = core.outgoing
+        sockets = self._transport.sockets
+        more = zmq.SNDMORE | zmq.NOBLOCK
+        large: bytes | None = None
+        shared: zmq.Frame | None = None
+        while outgoing:
+            item = outgoing.popleft()
+            send = sockets[item.channel].send
+            *head, last = item.frames
+            try:
+                for frame in head:
+                    send(frame, more)
+                if len(last) < _LARGE:
+                    send(last, zmq.NOBLOCK)
+                else:
+                    # One copy into a ZeroMQ message that all engines share.  (pyzmq's own way
+                    # without a copy starts a thread that never ends.)
+                    if last is not large:
+                        large, shared = last, zmq.Frame(last, copy=True)
+                    assert shared is not None
+                    send(shared, zmq.NOBLOCK, copy=False)
+            except zmq.ZMQError as exc:
+                if exc.errno != zmq.EHOSTUNREACH:
+                    raise
+                core.unreachable(item, now)
+                continue
+            self.stats.sent += 1
+            if item.call is None:
+                core.reached(item, now)
+
+    def _read_outputs(self, now: float, limit: int | None = None) -> None:
+        """Read the output socket, at most ``limit`` messages, or empty."""
+        receive = self._transport.sockets["output"].recv
+        core = self.core
+        for _ in itertools.repeat(None) if limit is None else itertools.repeat(None, limit):
+            try:
+                frame = receive(zmq.NOBLOCK, False)
+            except zmq.Again:
+                return
+            fd = _descriptor(frame)
+            frames = [frame.bytes]
+            while frame.more:
+                frame = receive(zmq.NOBLOCK, False)
+                frames.append(frame.bytes)
+            if not core.knows("output", fd):
+                self._read_monitors(now)
+            core.output(frames, fd, now)
+
+    def _read_monitors(self, now: float) -> None:
+        """Learn of new connections; keep losses until the output socket has been read empty."""
+        core = self.core
+        events = self._connection_events
+        for side, monitor in self._transport.monitors.items():
+            for event, fd in read_monitor(monitor):
+                if event == zmq.EVENT_ACCEPTED and not core.knows(side, fd):
+                    core.connected(side, fd, now)
+                else:
+                    core.closing(side, fd)
+                    events.append((side, event, fd))
+
+    def _follow_connections(self, now: float) -> None:
+        """Act upon connections that came and went."""
+        self._read_monitors(now)
+        while self._connection_events:
+            events, self._connection_events = self._connection_events, []
+            # A last reply counts: whatever a lost connection still delivered comes first.
+            self._read_outputs(now)
+            for side, event, fd in events:
+                if event == zmq.EVENT_ACCEPTED:
+                    self.core.connected(side, fd, now)
+                else:
+                    self.core.disconnected(side, fd, now)
+
+    def _read_registrations(self, now: float) -> None:
+        receive = self._transport.sockets["input"].recv_multipart
+        for _ in range(_BATCH):
+            try:
+                identity, *frames = receive(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            # A descriptor is trusted only once all that happened before is known.
+            self._follow_connections(now)
+            fd = _descriptor(frames[-1]) if frames else -1
+            self.core.registration(identity.bytes, [f.bytes for f in frames], fd, now)
+
+    def _read_handshake(self, handshake: zmq.Socket[bytes], now: float) -> None:
+        for _ in range(_BATCH):
+            try:
+                frames = handshake.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.core.handshake_frames(frames, now)
+
+    def _read_exits(self, now: float) -> bool:
+        """Hear which processes ended; False when there is nothing more to hear."""
+        assert self._processes is not None
+        exits = self._processes.read_exits()
+        if exits is None:
+            return False
+        if exits:
+            self._follow_connections(now)
+            self._read_outputs(now)
+        for index, how in exits:
+            self.core.process_exited(index, how, now)
+        return True
+
+    def _end(self, cause: BaseException | None) -> None:
+        """Refuse new work, settle every waiter, close everything, let the closers go."""
+        deadline = self._requests[0][0] if self._requests else Deadline(self.config.close_timeout)
+        try:
+            self.outbox.close()
+            self.registry.end(cause, time.monotonic())
+            self.startup.finish(self.ended_error())
+        finally:
+            try:
+                if self._processes is not None:
+                    self._processes.stop(deadline.remaining())
+                left = deadline.remaining()
+                self._transport.close(_FOREVER if left is None else left)
+            except Exception:
+                logger.exception("closing the client's sockets or processes failed")
+            finally:
+                self.outbox.wakeup.close()
+                self._finished = True
+                self._release()
+                _live.discard(self)
+
+
+_FOREVER = 86_400.0
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """The descriptor of the connection that a received frame came on; -1 where there is none."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:  # inproc
+        return -1
+
+
+_live: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End clients that their owner did not close, so that engines and ipc files go too."""
+    for dispatcher in list(_live):
+        if not dispatcher.is_foreign():
+            deadline = Deadline(dispatcher.config.close_timeout)
+            if dispatcher.ask_close(deadline).wait(deadline.lock_timeout()):
+                dispatcher.join(deadline.remaining())

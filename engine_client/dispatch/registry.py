@@ -1,0 +1,284 @@
+"""Who waits for what: call id to pending call, and what callers see of each engine.
+
+One lock, a leaf: no I/O, no logging, no user code under it.  A reply is popped and its future
+settled under one hold, so no two parties ever touch one future.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from engine_client.dispatch.waiting import PendingCall
+from engine_client.engines import engine_id
+from engine_client.errors import AbandonedError, EngineDeadError, EngineError, NotSentError
+from engine_client.outcome import Failed, Ok
+
+__all__ = ["EngineRecord", "Registry"]
+
+
+class EngineRecord:
+    """What callers see of one engine.  The dispatcher writes it, under the registry lock."""
+
+    __slots__ = ("alive", "codec", "death", "id", "index", "last_seen", "ready", "unanswered")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.id = engine_id(index)
+        self.codec: str | None = None
+        self.alive = False
+        self.death: str | None = None
+        """Why it is not alive, as words that follow "engine 3 is dead: "."""
+        self.ready: Mapping[str, Any] = {}
+        self.last_seen: float | None = None
+        """Monotonic time of its last message."""
+        self.unanswered = 0
+        """Bytes handed to it since it was last heard."""
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether it steps together with others (a mixture-of-experts data-parallel rank)."""
+        size = self.ready.get("data_parallel_size")
+        return isinstance(size, int) and size > 1
+
+
+class Registry:
+    """The waiters of one client.  Every public method takes the lock itself."""
+
+    def __init__(self, indices: Sequence[int], max_unanswered_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[int, PendingCall] = {}
+        self._max_unanswered = max_unanswered_bytes
+        self.engines = {index: EngineRecord(index) for index in indices}
+        self.abandoned: deque[PendingCall] = deque()
+        """Calls whose callers left.  Appending is the one act of a caller's ``finally``, a single
+        C call: taking the lock there lost waiters under interrupts."""
+        self.ended = False
+        """Whether the client ended; no call is registered from then on."""
+        self.closing_cause: BaseException | None = None
+        """What ended it; None when its owner closed it."""
+
+    def _drain(self) -> None:
+        """Unregister what was abandoned.  Requires the lock."""
+        assert self._lock.locked()
+        # Read the head, unregister it, then pop it: an interrupt in between leaves it to the
+        # next drain.  Popping first loses it.
+        while self.abandoned:
+            self._calls.pop(self.abandoned[0].call_id, None)
+            self.abandoned.popleft()
+
+    def drain(self) -> None:
+        """Unregister the calls that were abandoned."""
+        if self.abandoned:
+            with self._lock:
+                self._drain()
+
+    # -- callers ------------------------------------------------------------------------------
+
+    def add(self, call: PendingCall, *, each: bool) -> bool:
+        """Register a call, or refuse it because of the state of its targets.
+
+        Args:
+            call: made, not yet registered.
+            each: settle refused targets one by one and register the rest; otherwise one refused
+                target refuses the whole call, whose futures are then all settled.
+
+        Returns:
+            Whether it was registered.  False also when the client has ended.
+        """
+        with self._lock:
+            self._drain()
+            if self.ended:
+                return False
+            refused: dict[int, EngineError] = {}
+            for index in call.waiting:
+                engine = self.engines[index]
+                if not engine.alive:
+                    refused[index] = _dead(engine)
+                elif engine.unanswered > self._max_unanswered:
+                    refused[index] = NotSentError(
+                        f"engine {index} has not been heard since {engine.unanswered:,} bytes "
+                        f"were sent to it (max_unanswered_bytes); it is stopped or very busy",
+                        engine=index,
+                    )
+            if refused and not each:
+                names = ", ".join(map(str, refused))
+                for index in call.targets:
+                    if index not in refused and index in call.waiting:
+                        refused[index] = NotSentError(
+                            f"nothing was sent, because of engine {names}", engine=index
+                        )
+            for index, error in refused.items():
+                call.refused.add(index)
+                call.fail(index, error, call.started)
+            if refused and not each:
+                return False
+            self._calls[call.call_id] = call
+            for index in call.waiting:
+                engine = self.engines[index]
+                engine.unanswered += call.size(engine.codec)
+            return True
+
+    def alive(self) -> tuple[int, ...]:
+        """The engines that accept calls."""
+        with self._lock:
+            return tuple(index for index, engine in self.engines.items() if engine.alive)
+
+    def pending(self) -> int:
+        """Waiters that are registered, one per engine and call."""
+        with self._lock:
+            self._drain()
+            return sum(len(call.waiting) for call in self._calls.values())
+
+    def calls(self) -> list[PendingCall]:
+        """The registered calls, oldest first."""
+        with self._lock:
+            self._drain()
+            return list(self._calls.values())
+
+    def progress(self, call: PendingCall) -> tuple[tuple[int, ...], dict[int, EngineError]]:
+        """The engines still outstanding in a registered call, and the failures already known."""
+        with self._lock:
+            failures = {}
+            for index, future in call.futures.items():
+                if index not in call.waiting:
+                    outcome = future.result(0)
+                    if isinstance(outcome, Failed):
+                        failures[index] = outcome.error
+            return tuple(call.waiting), failures
+
+    def in_flight(self) -> dict[int, int]:
+        """The number of calls that each engine has not settled."""
+        counts = dict.fromkeys(self.engines, 0)
+        for call in self.calls():
+            for index in list(call.waiting):
+                counts[index] += 1
+        return counts
+
+    # -- the dispatcher -----------------------------------------------------------------------
+
+    def _settled(self, call: PendingCall) -> None:
+        """Unregister a call that nobody is outstanding in, and let its caller go."""
+        assert self._lock.locked()
+        if not call.waiting:
+            del self._calls[call.call_id]
+            call.latch.open()
+
+    def settle(
+        self, index: int, call_id: int, error: EngineError | None, value: Any, now: float
+    ) -> bool:
+        """Settle one engine's part of a call; False when nobody waits for it."""
+        with self._lock:
+            engine = self.engines[index]
+            engine.unanswered = 0
+            engine.last_seen = now
+            call = self._calls.get(call_id)
+            if call is None or index not in call.waiting:
+                return False
+            if error is None:
+                call.waiting.pop(index).set_result(Ok(value, now - call.started))
+            else:
+                call.fail(index, error, now)
+            self._settled(call)
+            return True
+
+    def fail(self, index: int, call_id: int, error: EngineError, now: float) -> None:
+        """Settle one engine's part of a call, if it still waits, without the engine's doing."""
+        with self._lock:
+            call = self._calls.get(call_id)
+            if call is not None and index in call.waiting:
+                call.fail(index, error, now)
+                self._settled(call)
+
+    def heard(self, index: int, now: float) -> None:
+        """An engine said something that settles nothing."""
+        with self._lock:
+            engine = self.engines[index]
+            engine.unanswered = 0
+            engine.last_seen = now
+
+    def _waiting_on(self, index: int) -> Iterator[PendingCall]:
+        assert self._lock.locked()
+        return (call for call in list(self._calls.values()) if index in call.waiting)
+
+    def fail_engine(self, index: int, kind: type[EngineError], text: str, now: float) -> int:
+        """Settle everything that waits for an engine with an error; return how many.
+
+        Args:
+            index: the engine.
+            kind: the class of the error.
+            text: what happened; "{method}" in it is replaced.
+            now: monotonic time.
+        """
+        failed = 0
+        with self._lock:
+            self._drain()
+            for call in self._waiting_on(index):
+                sent = index in call.sent
+                if not sent:
+                    call.refused.add(index)
+                error = kind(
+                    text.replace("{method}", call.method)
+                    + ("" if sent else "; the call had not been sent to it"),
+                    engine=index,
+                    may_have_run=sent,
+                )
+                call.fail(index, error, now)
+                self._settled(call)
+                failed += 1
+        return failed
+
+    def register_engine(self, index: int, codec: str, ready: Mapping[str, Any], now: float) -> None:
+        """An engine registered and accepts calls."""
+        with self._lock:
+            engine = self.engines[index]
+            engine.codec = codec
+            engine.ready = ready
+            engine.alive = True
+            engine.death = None
+            engine.last_seen = now
+            engine.unanswered = 0
+
+    def revive_engine(self, index: int) -> None:
+        """An engine that was only disconnected is back."""
+        with self._lock:
+            self.engines[index].alive = True
+            self.engines[index].death = None
+            self.engines[index].unanswered = 0
+
+    def bury_engine(self, index: int, why: str) -> None:
+        """An engine died: refuse calls to it from now on."""
+        with self._lock:
+            self.engines[index].alive = False
+            self.engines[index].death = why
+
+    def end(self, cause: BaseException | None, now: float) -> None:
+        """Refuse new calls and settle all waiters: the client ends."""
+        with self._lock:
+            self._drain()
+            self.ended = True
+            self.closing_cause = cause
+            why = "the client was closed" if cause is None else f"the client broke: {cause}"
+            for call in list(self._calls.values()):
+                call.ended = True
+                for index in list(call.waiting):
+                    sent = index in call.sent
+                    error = AbandonedError(
+                        f"{why} before engine {index} replied to {call.method}"
+                        + ("" if sent else "; it had not been sent"),
+                        engine=index,
+                        may_have_run=sent,
+                    )
+                    call.fail(index, error, now)
+                self._settled(call)
+
+
+def _dead(engine: EngineRecord) -> EngineDeadError:
+    return EngineDeadError(
+        f"engine {engine.index} is dead: {engine.death or 'it never registered'}; start it again, "
+        f"or leave it out with engines='alive'",
+        engine=engine.index,
+        may_have_run=False,
+    )

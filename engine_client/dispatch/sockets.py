@@ -1,0 +1,255 @@
+"""Opening and closing the ZeroMQ sockets of one client, and what their addresses mean.
+
+Bound by the client: a handshake ROUTER, an input ROUTER, an output PULL (engines connect to them).
+Sizes of queues are unlimited, so nothing is dropped; a ROUTER says when a peer cannot be reached
+(``ROUTER_MANDATORY``) and lets a new connection take over an identity (``ROUTER_HANDOVER``).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+import zmq
+
+from engine_client.dispatch.core import Side
+from engine_client.errors import HandshakeError
+
+__all__ = ["PRIVATE", "Transport", "open_transport", "read_monitor"]
+
+PRIVATE = "ipc://*"
+"""Stands for an ipc file in a directory that only this user can enter."""
+MONITORED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+AUTO_HEARTBEAT = 10.0
+"""Seconds between heartbeats to other machines; loopback and ipc connections need none, because the
+kernel reports a dead peer."""
+_BACKLOG = 1024
+
+
+@dataclass(slots=True)
+class Transport:
+    """The open sockets of one client, and where they can be reached."""
+
+    context: zmq.Context[zmq.Socket[bytes]]
+    owns_context: bool
+    sockets: dict[str, zmq.Socket[bytes]] = field(default_factory=dict)
+    """``"handshake"`` (unless another process greets the engines), ``"input"``, ``"output"``."""
+    monitors: dict[Side, zmq.Socket[bytes]] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)
+    """Per socket, what engines connect to."""
+    directory: str | None = None
+    """A private directory for ipc files."""
+
+    def close(self, linger: float) -> None:
+        """Close everything; waits at most ``linger`` seconds for what is still to be sent."""
+        milliseconds = min(int(linger * 1e3), 2**31 - 1)
+        for name, sock in self.sockets.items():
+            with suppress(zmq.ZMQError):
+                if name != "handshake":
+                    sock.disable_monitor()
+                sock.close(linger=0 if name == "output" else milliseconds)
+        for monitor in self.monitors.values():
+            with suppress(zmq.ZMQError):
+                monitor.close(linger=0)
+        if self.owns_context:
+            # Returns when the sockets above have sent what they had, or their linger is over.
+            with suppress(zmq.ZMQError):
+                self.context.term()
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def open_transport(
+    *,
+    handshake: str | None,
+    input_address: str | None,
+    output_address: str | None,
+    advertised_host: str | None,
+    heartbeat_interval: float | Literal["auto"] | None,
+    context: zmq.Context[zmq.Socket[bytes]] | None,
+) -> Transport:
+    """Bind all sockets of a client.
+
+    Args:
+        handshake: where engines say HELLO; None when another process greets them.
+        input_address: None for one like the handshake's.
+        output_address: None for one like the handshake's.
+        advertised_host: what engines connect to instead of the host that is bound.
+        heartbeat_interval: seconds, ``"auto"``, or None for no heartbeats.
+        context: None for one of its own.
+
+    Raises:
+        ValueError: an address that cannot be meant.
+        HandshakeError: an address cannot be bound; nothing is left open.
+    """
+    given = {"handshake": handshake, "input": input_address, "output": output_address}
+    for name, address in given.items():
+        if address is not None:
+            _check_address(name, address, advertised_host)
+    transport = Transport(zmq.Context() if context is None else context, context is None)
+    try:
+        for name, address in given.items():
+            if address is None and name == "handshake":
+                continue
+            if address == PRIVATE:
+                address = _private_address(name, transport)
+            elif address is None:
+                address = _address_like(handshake or "", name, transport)
+            kind = zmq.PULL if name == "output" else zmq.ROUTER
+            sock = transport.context.socket(kind)
+            transport.sockets[name] = sock
+            _configure(sock, address, heartbeat_interval)
+            if name != "handshake":
+                side: Side = "output" if name == "output" else "input"
+                # Before the bind, so that no connection is missed.
+                transport.monitors[side] = sock.get_monitor_socket(
+                    MONITORED, f"inproc://engine-client-{name}-{id(transport):x}"
+                )
+            _bind(sock, name, address)
+            transport.addresses[name] = _advertised(sock, advertised_host)
+    except BaseException:
+        transport.close(0)
+        raise
+    return transport
+
+
+def _check_address(name: str, address: object, advertised_host: str | None) -> None:
+    if not isinstance(address, str):
+        raise TypeError(f"the {name} address must be a string, not {address!r}")
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme not in ("tcp", "ipc") or not rest:
+        raise ValueError(
+            f"the {name} address must look like 'tcp://127.0.0.1:5570' or 'ipc:///path', "
+            f"not {address!r}"
+        )
+    if scheme == "ipc":
+        return
+    host, colon, port = rest.rpartition(":")
+    if not colon or not host or not (port == "*" or (port.isdigit() and int(port) < 65_536)):
+        raise ValueError(f"the {name} address {address!r} has no host and port")
+    if _is_wildcard(host):
+        if advertised_host is None:
+            raise ValueError(
+                f"the {name} address {address!r} listens on every network interface, and engines "
+                f"cannot connect to a wildcard: give advertised_host, or better, bind one host"
+            )
+        warnings.warn(
+            f"{address} listens on every network interface; whoever reaches it controls the "
+            f"engines, since the protocol has no authentication",
+            stacklevel=4,
+        )
+
+
+def _is_wildcard(host: str) -> bool:
+    return host in ("*", "0.0.0.0", "[::]", "::")
+
+
+def _is_local(address: str) -> bool:
+    host = address.partition("://")[2].rpartition(":")[0]
+    return (
+        address.startswith(("ipc:", "inproc:"))
+        or host in ("localhost", "[::1]")
+        or host.startswith("127.")
+    )
+
+
+def _address_like(handshake: str, name: str, transport: Transport) -> str:
+    if handshake.startswith("tcp://"):
+        host = handshake.removeprefix("tcp://").rpartition(":")[0]
+        return f"tcp://{host}:*"
+    return _private_address(name, transport)
+
+
+def _private_address(name: str, transport: Transport) -> str:
+    if transport.directory is None:
+        # mkdtemp makes it with mode 0700: only this user can reach the engines.
+        transport.directory = tempfile.mkdtemp(prefix="engine-client-")
+    return f"ipc://{transport.directory}/{name}"
+
+
+def _configure(
+    sock: zmq.Socket[bytes], address: str, heartbeat_interval: float | Literal["auto"] | None
+) -> None:
+    sock.linger = 0
+    sock.set_hwm(0)
+    sock.setsockopt(zmq.BACKLOG, _BACKLOG)
+    if "://[" in address:
+        sock.setsockopt(zmq.IPV6, 1)
+    if sock.socket_type == zmq.ROUTER:
+        sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    seconds = heartbeat_interval
+    if seconds == "auto":
+        seconds = None if _is_local(address) else AUTO_HEARTBEAT
+    if seconds is not None:
+        milliseconds = max(1, round(seconds * 1e3))
+        sock.setsockopt(zmq.HEARTBEAT_IVL, milliseconds)
+        sock.setsockopt(zmq.HEARTBEAT_TIMEOUT, 2 * milliseconds)
+
+
+def _bind(sock: zmq.Socket[bytes], name: str, address: str) -> None:
+    path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
+    if path is not None and _is_served(path):
+        # libzmq would take the path over, and the other program would go deaf without a word.
+        raise _bind_error(name, address, os.strerror(errno.EADDRINUSE))
+    try:
+        sock.bind(address)
+    except zmq.ZMQError as exc:
+        raise _bind_error(name, address, exc.strerror or str(exc)) from exc
+
+
+def _bind_error(name: str, address: str, why: str) -> HandshakeError:
+    advice = ""
+    if why == os.strerror(errno.EADDRINUSE):
+        advice = (
+            "; another client or program listens there: close it, or choose another "
+            "address (is this client started twice?)"
+        )
+    elif address.startswith("ipc://"):
+        advice = f" (the path has {len(address) - 6} characters; the system allows about 100)"
+    return HandshakeError(f"cannot bind the {name} address {address}: {why}{advice}", stage="bind")
+
+
+def _is_served(path: str) -> bool:
+    """Whether somebody accepts connections on an ipc path; a file left behind accepts none."""
+    where = "\0" + path[1:] if path.startswith("@") else path
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(where)
+        except BlockingIOError:
+            return True  # its backlog is full: it is served, if slowly
+        except OSError:
+            return False
+        return True
+
+
+def _advertised(sock: zmq.Socket[bytes], advertised_host: str | None) -> str:
+    endpoint = sock.getsockopt(zmq.LAST_ENDPOINT)
+    address = endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else str(endpoint)
+    if advertised_host is not None and address.startswith("tcp://"):
+        host = advertised_host
+        if ":" in host and not host.startswith("["):
+            host = f"[{host}]"
+        address = f"tcp://{host}:{address.rpartition(':')[2]}"
+    return address
+
+
+def read_monitor(monitor: zmq.Socket[bytes]) -> Iterator[tuple[int, int]]:
+    """All monitor events that are there: event number and descriptor."""
+    receive = monitor.recv_multipart
+    while True:
+        try:
+            event = receive(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        yield struct.unpack("=HI", event[0])

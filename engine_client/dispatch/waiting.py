@@ -1,0 +1,125 @@
+"""Where a caller can block: on a call's latch, and nowhere else.
+
+A latch is a bare ``threading.Lock`` used once.  ``Future.result()``, ``Event``, ``Condition`` and
+``queue.Queue`` are not used to block on: their ``__enter__`` is Python code, and a Ctrl-C that
+lands after it took its inner lock leaves that lock held for ever; the dispatcher then hangs in
+``set_result()`` and every caller with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ALL_COMPLETED, Future, wait
+
+from engine_client.deadline import Deadline
+from engine_client.errors import EngineError
+from engine_client.outcome import Failed, Outcome, Outcomes
+
+__all__ = ["Latch", "PendingCall", "Startup"]
+
+
+class Latch:
+    """A gate that opens once.  One party waits; any may open it."""
+
+    __slots__ = ("_lock", "open")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        # Bound here: opening is then one C call, which an interrupt cannot split.
+        self.open: Callable[[], None] = self._lock.release
+
+    def wait(self, timeout: float = -1) -> bool:
+        """Block until open; False when ``timeout`` seconds passed first (-1: no limit)."""
+        return self._lock.acquire(timeout=timeout)
+
+
+class PendingCall:
+    """One utility call on its way to one or many engines: its futures, its latch, its frames.
+
+    Until it is unregistered, ``waiting`` and ``ended`` are written under the registry
+    lock only, and no caller touches a future.  Afterwards they belong to the caller alone.
+    """
+
+    __slots__ = (
+        "call_id",
+        "deadline",
+        "ended",
+        "futures",
+        "handed_over",
+        "latch",
+        "method",
+        "payloads",
+        "refused",
+        "sent",
+        "started",
+        "targets",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        call_id: int,
+        method: str,
+        targets: Sequence[int],
+        payloads: dict[str, bytes],
+        deadline: Deadline,
+        started: float,
+    ) -> None:
+        self.call_id = call_id
+        self.method = method
+        self.targets = targets
+        self.payloads = payloads
+        """The encoded message per dialect; one serves all engines that speak it."""
+        self.deadline = deadline
+        self.started = started
+        self.futures: dict[int, Future[Outcome]] = {index: Future() for index in targets}
+        self.waiting = dict(self.futures)
+        """The futures that have not settled."""
+        self.ended = False
+        """Whether the client ended before this call did."""
+        self.handed_over = False
+        """Whether the outbox may have it: then engines may run it, whatever happens here."""
+        self.sent: set[int] = set()
+        """Engines to which it was sent (dispatcher only)."""
+        self.refused: set[int] = set()
+        """Engines for which it failed before it was sent (dispatcher only); never sent to them."""
+        self.latch = Latch()
+
+    def size(self, codec: str | None) -> int:
+        """Bytes of the message for an engine of this dialect."""
+        return len(self.payloads.get(codec or "", b""))
+
+    def fail(self, index: int, error: EngineError, now: float) -> None:
+        """Settle one engine's future.  Requires the registry lock, or sole ownership."""
+        self.waiting.pop(index).set_result(Failed(error, now - self.started))
+
+    def outcomes(self) -> Outcomes:
+        """Every engine's outcome.  Requires sole ownership, and every future done.
+
+        Every future is done, so nothing blocks here, and an interrupt inside ``wait`` can leave
+        no lock held that anybody else needs.
+        """
+        wait(self.futures.values(), timeout=0, return_when=ALL_COMPLETED)
+        return Outcomes(
+            self.method, {index: future.result(0) for index, future in self.futures.items()}
+        )
+
+
+class Startup:
+    """How the start of the engines ends; one caller waits for it."""
+
+    __slots__ = ("error", "finished", "latch")
+
+    def __init__(self) -> None:
+        self.latch = Latch()
+        self.finished = False
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let the caller go; the first one counts (dispatcher only)."""
+        if not self.finished:
+            self.finished = True
+            self.error = error
+            self.latch.open()

@@ -1,0 +1,235 @@
+"""A fan-out: one utility call sent to each target engine, settled as a whole.
+
+The order of a call, and why it is safe to interrupt anywhere:
+
+1. Everything is checked and encoded.  What cannot be sent is refused before any engine hears of it.
+2. The call is registered: one waiter per engine.  If a target is known dead the whole call is
+   refused here, and nothing is sent.
+3. It goes to the outbox as one unit, so that all engines see concurrent fan-outs in one order, and
+   a lockstep group never has a member that was told while another is waited for.
+4. The caller blocks on the call's latch until the last engine has settled, or until the deadline.
+5. ``finally`` does one thing, a single C call: it appends the call to the abandoned ones.  An
+   interrupt can fall before or after it but not into it; whoever next looks unregisters the call.
+6. The caller drains that deque itself, so that it alone holds the futures; it settles what is left
+   with ``CallTimeout`` and reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from typing import Any
+
+from engine_client import _render
+from engine_client.deadline import Deadline
+from engine_client.dispatch.dispatcher import Dispatcher
+from engine_client.dispatch.waiting import PendingCall
+from engine_client.engines import Targets, engine_names, resolve_targets
+from engine_client.errors import (
+    AbandonedError,
+    CallTimeout,
+    NotSentError,
+    RequestRefusedError,
+)
+from engine_client.outcome import Outcomes
+from engine_client.wire.codec import codec_named, plain
+from engine_client.wire.messages import UtilityRequest
+
+__all__ = ["LOCKSTEP_ONLY_TOGETHER", "check_method", "settle"]
+
+logger = logging.getLogger("engine_client")
+
+LOCKSTEP_ONLY_TOGETHER = frozenset(
+    {"pause_scheduler", "resume_scheduler", "sleep", "execute_dummy_batch", "barrier"}
+)
+"""Methods that contain a collective: a member of a lockstep group that gets one alone waits for the
+others, and answers nothing any more (seen with vLLM 0.32)."""
+
+
+def check_method(method: object) -> str:
+    """The name of a utility method.
+
+    Raises:
+        TypeError: not a string.
+        ValueError: empty.
+    """
+    if not isinstance(method, str):
+        hint = ""
+        if isinstance(method, (list, tuple)) and method and isinstance(method[0], str):
+            shown = ", ".join(_render.one_line(repr(item), 30) for item in method[:4])
+            hint = f"; pass name and arguments one by one: call_utility({shown})"
+        raise TypeError(
+            f"method must be the name of a utility method, "
+            f"not {_render.one_line(method, 60)} ({type(method).__name__}){hint}"
+        )
+    if not method:
+        raise ValueError("method is empty: name a utility method, such as 'is_sleeping'")
+    return method
+
+
+def settle(
+    dispatcher: Dispatcher,
+    method: str,
+    args: Sequence[Any],
+    *,
+    engines: Targets,
+    timeout: float | None,
+    each: bool = False,
+    unwaited: Collection[int] = (),
+) -> Outcomes:
+    """Send one utility call to each target and wait until all have settled.
+
+    Args:
+        dispatcher: of the client.
+        method: what to call.
+        args: positional arguments.
+        engines: the targets.
+        timeout: seconds for all of it; None for no limit.
+        each: refuse targets one by one; otherwise one that is known dead refuses all.
+        unwaited: targets that are sent the call and not waited for.
+
+    Returns:
+        Every target's outcome, in target order.
+
+    Raises:
+        TypeError, ValueError: an argument that cannot be meant; nothing was sent.
+        EncodeError: an argument that cannot be sent; nothing was sent.
+        RequestRefusedError: the call would wedge a lockstep group; nothing was sent.
+        ClientClosedError, ClientBrokenError: the client ended; ``outcomes`` if it was under way.
+    """
+    deadline = Deadline(timeout)
+    check_method(method)
+    dispatcher.check_usable()
+    registry = dispatcher.registry
+    targets = resolve_targets(engines, tuple(registry.engines))
+    if targets is None:
+        targets = registry.alive()
+    wedged = _would_wedge(dispatcher, method, targets)
+    if wedged and not each:
+        raise RequestRefusedError(wedged)
+    call = _encode(dispatcher, method, args, targets, deadline)
+    for index in call.targets:
+        if wedged:
+            call.refused.add(index)
+            call.fail(index, NotSentError(wedged, engine=index), call.started)
+        elif index in unwaited:
+            error = AbandonedError(
+                f"{method} was sent to engine {index}, which has not answered an earlier call, "
+                f"and not waited for",
+                engine=index,
+            )
+            call.fail(index, error, call.started)
+    if not targets or wedged:
+        return call.outcomes()
+    registered = False
+    try:
+        try:
+            registered = registry.add(call, each=each)
+            if registered:
+                call.handed_over = True
+                # When the outbox is closed already, the end of the client settles the call.
+                dispatcher.outbox.append(call)
+                if call.waiting:
+                    _wait(dispatcher, call)
+        finally:
+            registry.abandoned.append(call)
+    except BaseException as exc:
+        _report_interrupt(dispatcher, call, exc)
+        raise
+    registry.drain()
+    if not registered and call.waiting:
+        raise dispatcher.ended_error()
+    now = time.monotonic()
+    for index in tuple(call.waiting):
+        call.fail(index, _timeout_error(call, index), now)
+    outcomes = call.outcomes()
+    if call.ended and not outcomes.all_ok:
+        ended = dispatcher.ended_error()
+        ended.outcomes = outcomes
+        raise ended
+    return outcomes
+
+
+def _would_wedge(dispatcher: Dispatcher, method: str, targets: Sequence[int]) -> str | None:
+    if method not in LOCKSTEP_ONLY_TOGETHER:
+        return None
+    group = [i for i, engine in dispatcher.registry.engines.items() if engine.in_lockstep]
+    left_out = set(group).difference(targets)
+    if not left_out or len(left_out) == len(group):
+        return None
+    return (
+        f"{method} must go to the whole lockstep group ({engine_names(group)}): alone, an engine "
+        f"waits for the others and answers nothing any more; leave engines= out"
+    )
+
+
+def _encode(
+    dispatcher: Dispatcher,
+    method: str,
+    args: Sequence[Any],
+    targets: Sequence[int],
+    deadline: Deadline,
+) -> PendingCall:
+    """Check and encode a call, once per dialect among its targets."""
+    engines = dispatcher.registry.engines
+    checked = plain(list(args), "args")
+    plain(method, "method")
+    call_id = next(dispatcher.call_ids)
+    request = UtilityRequest(dispatcher.config.client_index, call_id, method, checked).to_plain()
+    dialects = {engines[index].codec for index in targets}
+    payloads = {name: codec_named(name).encode(request) for name in dialects if name is not None}
+    return PendingCall(call_id, method, targets, payloads, deadline, time.monotonic())
+
+
+def _wait(dispatcher: Dispatcher, call: PendingCall) -> None:
+    """Block until the call has settled or its deadline has passed."""
+    interval = dispatcher.config.slow_call_warning
+    if call.deadline.timeout is not None or interval is None:
+        call.latch.wait(call.deadline.lock_timeout())
+        return
+    while not call.latch.wait(Deadline(interval).lock_timeout()):
+        waiting, failures = dispatcher.registry.progress(call)
+        known = "; ".join(f"engine {i} has failed already: {e}" for i, e in failures.items())
+        logger.warning(
+            "%s has been waiting without a time limit for %.0f s for %s%s",
+            call.method,
+            time.monotonic() - call.started,
+            engine_names(waiting),
+            f"; {known}" if known else "",
+        )
+        interval *= 2
+
+
+def _timeout_error(call: PendingCall, index: int) -> CallTimeout:
+    return CallTimeout(
+        f"engine {index} did not reply to {call.method} within {call.deadline.timeout:g} s "
+        f"(timeout=); it may still run it",
+        engine=index,
+    )
+
+
+def _report_interrupt(dispatcher: Dispatcher, call: PendingCall, exc: BaseException) -> None:
+    """Say on the exception which engines had settled and which may still run the call."""
+    dispatcher.registry.drain()
+    now = time.monotonic()
+    for index in tuple(call.waiting):
+        error = AbandonedError(
+            f"the caller was interrupted ({type(exc).__name__}) before engine {index} replied to "
+            f"{call.method}",
+            engine=index,
+            may_have_run=call.handed_over,
+        )
+        call.fail(index, error, now)
+    outcomes = call.outcomes()
+    left = outcomes.unsettled
+    settled = [index for index in outcomes if index not in left]
+    note = f"{call.method}: "
+    note += f"{engine_names(settled)} had settled" if settled else "no engine had settled"
+    if left:
+        verb = "may still run it" if call.handed_over else "it was not sent"
+        note += f"; {engine_names(left)}: {verb}"
+    with suppress(Exception):  # an exception class of the caller's may refuse attributes
+        exc.add_note(f"{note} (see .outcomes)")
+        exc.outcomes = outcomes  # type: ignore[attr-defined]
