@@ -23,12 +23,14 @@ from engine_client.errors import (
     HandshakeTimeout,
     NotSentError,
     ProtocolError,
+    RefusedError,
     RemoteError,
     ReplyError,
     RequestRefusedError,
     UtilityCallError,
     UtilityTimeoutError,
 )
+from engine_client.lora import LoraRequest
 from engine_client.outcome import Failed, Ok, Outcomes, UtilityCall
 from engine_client.stats import ClientStats
 from engine_client.tools.launcher import launch
@@ -50,10 +52,12 @@ __all__ = [
     "Failed",
     "HandshakeError",
     "HandshakeTimeout",
+    "LoraRequest",
     "NotSentError",
     "Ok",
     "Outcomes",
     "ProtocolError",
+    "RefusedError",
     "RemoteError",
     "ReplyError",
     "RequestRefusedError",

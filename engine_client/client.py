@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
@@ -18,16 +18,17 @@ from engine_client.dispatch.bootstrap import start
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.sockets import open_transport
 from engine_client.engines import EngineInfo, Targets
-from engine_client.fanout import check_method, settle
+from engine_client.fanout import settle
 from engine_client.outcome import Outcomes, UtilityCall
 from engine_client.stats import ClientStats
+from engine_client.utilities import UtilityMethods
 from engine_client.wire.codec import codec_named
 from engine_client.wire.messages import Init
 
 __all__ = ["EngineClient", "connect", "connect_bootstrapped"]
 
 
-class EngineClient:
+class EngineClient(UtilityMethods):
     """A client of one or many engine-core processes; made by :func:`connect` and its kin.
 
     Every method may be called from any thread, and blocks that thread only.  Use it as a context
@@ -171,53 +172,6 @@ class EngineClient:
         """
         return self.settle_utility(method, *args, timeout=timeout, engines=engines).agreed()
 
-    def collective_rpc(
-        self,
-        method: str,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        timeout: Timeout = USE_DEFAULT,
-        worker_timeout: float | None = None,
-        engines: Targets = None,
-    ) -> list[Any]:
-        """Run a worker method on every worker of every target engine.
-
-        Args:
-            method: the worker method's name.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-            timeout: as for :meth:`call_utility`.
-            worker_timeout: seconds that each engine gives its workers; None for no limit.
-            engines: as for :meth:`call_utility`.
-
-        Returns:
-            The workers' results: all of the first engine, then all of the next (a list of lists
-            would be per engine; ``settle_utility("collective_rpc", ...)`` gives that).
-        """
-        check_method(method)
-        if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
-            raise TypeError(
-                f"args must be a sequence of arguments, not {args!r}; "
-                f"did you mean args=({args!r},)?"
-            )
-        if kwargs is not None and not isinstance(kwargs, Mapping):
-            raise TypeError(f"kwargs must be a mapping or None, not {kwargs!r}")
-        limit = parse_timeout(worker_timeout, name="worker_timeout")
-        outcomes = self.settle_utility(
-            "collective_rpc",
-            method,
-            limit,
-            list(args),
-            None if kwargs is None else dict(kwargs),
-            timeout=timeout,
-            engines=engines,
-        )
-        results: list[Any] = []
-        for value in outcomes.unwrap():
-            results += value if isinstance(value, list) else [value]
-        return results
-
     def compensate(
         self, outcomes: Outcomes, call: UtilityCall, *, timeout: Timeout = USE_DEFAULT
     ) -> Outcomes:
@@ -243,14 +197,6 @@ class EngineClient:
         if undo_call is None:
             raise TypeError("call must be a UtilityCall, not None")
         return undo(self._dispatcher, outcomes, undo_call, self._seconds(timeout))
-
-    def is_sleeping(self, *, timeout: Timeout = USE_DEFAULT, engines: Targets = None) -> bool:
-        """Whether the engines sleep; asked of the engines, which must agree.
-
-        Raises:
-            ConsensusError: some sleep and some do not.
-        """
-        return bool(self.call_utility_consensus("is_sleeping", timeout=timeout, engines=engines))
 
     # -- life cycle -----------------------------------------------------------------------------
 
