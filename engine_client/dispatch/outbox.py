@@ -39,7 +39,7 @@ class Wakeup:
                 os.eventfd_write(self.fd, 1)
             else:
                 self._pair[1].send(b"\0")
-        except OSError:
+        except (OSError, ValueError):  # a descriptor of -1 is a ValueError
             pass
 
     def drain(self) -> None:
@@ -50,7 +50,7 @@ class Wakeup:
             else:
                 while self._pair[0].recv(4096):
                     pass
-        except OSError:
+        except (OSError, ValueError):
             pass
 
     def close(self) -> None:
