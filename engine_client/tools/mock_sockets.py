@@ -94,7 +94,7 @@ class EngineSockets:
 
     def connect_inputs(self, addresses: Sequence[str]) -> None:
         """Connect one input socket for each client."""
-        self.inputs += [self._dealer(address, 0) for address in addresses]
+        self.inputs += [self._dealer(address, OUTPUT_LINGER_MS) for address in addresses]
 
     def connect_outputs(self, addresses: Sequence[str]) -> None:
         """Connect one output socket for each client; registrations must have been sent."""
@@ -143,9 +143,9 @@ class EngineSockets:
         return bool(ready)
 
     def deafen(self) -> None:
-        """Close the inputs: nothing is received any more."""
+        """Close the inputs behind the registration: nothing is received any more."""
         for socket in self.inputs:
-            socket.close(linger=0)
+            socket.close()
         self.inputs.clear()
         self._choose_receive()
 
@@ -153,7 +153,7 @@ class EngineSockets:
         """Close the outputs behind what was sent: nothing is sent any more."""
         self._muted = True
         for socket in self.outputs:
-            socket.close(linger=OUTPUT_LINGER_MS)
+            socket.close()
 
     def close(self, linger_ms: int) -> None:
         """Close everything; return when what was sent is out, or after ``linger_ms``."""
