@@ -184,7 +184,7 @@ def _configure(
     sock.setsockopt(zmq.BACKLOG, _BACKLOG)
     if "://[" in address:
         sock.setsockopt(zmq.IPV6, 1)
-    if sock.socket_type == zmq.ROUTER:
+    if sock.type == zmq.ROUTER:
         sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
     seconds = heartbeat_interval
