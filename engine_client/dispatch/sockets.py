@@ -8,7 +8,6 @@ Sizes of queues are unlimited, so nothing is dropped; a ROUTER says when a peer 
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import socket
 import struct
@@ -124,18 +123,27 @@ def open_transport(
 
 def _check_address(name: str, address: object, advertised_host: str | None) -> None:
     if not isinstance(address, str):
-        raise TypeError(f"the {name} address must be a string, not {address!r}")
+        raise TypeError(
+            f"the {name} address must be a string like 'tcp://127.0.0.1:5570' or 'ipc:///path', "
+            f"not {address!r}"
+        )
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("tcp", "ipc") or not rest:
+        hint = ""
+        if not separator and address.rpartition(":")[0] and address.rpartition(":")[2].isdigit():
+            hint = f"; did you mean 'tcp://{address}'?"
         raise ValueError(
             f"the {name} address must look like 'tcp://127.0.0.1:5570' or 'ipc:///path', "
-            f"not {address!r}"
+            f"not {address!r}{hint}"
         )
     if scheme == "ipc":
         return
     host, colon, port = rest.rpartition(":")
     if not colon or not host or not (port == "*" or (port.isdigit() and int(port) < 65_536)):
-        raise ValueError(f"the {name} address {address!r} has no host and port")
+        raise ValueError(
+            f"the {name} address must have a host and a port, like 'tcp://127.0.0.1:5570', "
+            f"not {address!r}"
+        )
     if _is_wildcard(host):
         if advertised_host is None:
             raise ValueError(
@@ -200,23 +208,36 @@ def _bind(sock: zmq.Socket[bytes], name: str, address: str) -> None:
     path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
     if path is not None and _is_served(path):
         # libzmq would take the path over, and the other program would go deaf without a word.
-        raise _bind_error(name, address, os.strerror(errno.EADDRINUSE))
+        raise _bind_error(name, address, errno.EADDRINUSE)
     try:
         sock.bind(address)
     except zmq.ZMQError as exc:
-        raise _bind_error(name, address, exc.strerror or str(exc)) from exc
+        raise _bind_error(name, address, exc.errno or 0) from exc
 
 
-def _bind_error(name: str, address: str, why: str) -> HandshakeError:
-    advice = ""
-    if why == os.strerror(errno.EADDRINUSE):
-        advice = (
-            "; another client or program listens there: close it, or choose another "
-            "address (is this client started twice?)"
-        )
-    elif address.startswith("ipc://"):
-        advice = f" (the path has {len(address) - 6} characters; the system allows about 100)"
-    return HandshakeError(f"cannot bind the {name} address {address}: {why}{advice}", stage="bind")
+_NOT_OURS = (
+    "the client listens and the engines connect to it, so the address must be one of this "
+    "machine's own (127.0.0.1 when all engines are here)"
+)
+_BIND_ADVICE = {
+    errno.EADDRINUSE: "another client or program listens there: close it, or choose another "
+    "address (was this client started twice?)",
+    errno.EADDRNOTAVAIL: _NOT_OURS,
+    errno.ENODEV: _NOT_OURS,
+    errno.ENOENT: "make the directory first",
+    errno.EACCES: "choose a place where you may listen (a port from 1024 up, a directory of yours)",
+    errno.ENAMETOOLONG: "the path of an ipc address can have about 100 characters",
+}
+
+
+def _bind_error(name: str, address: str, number: int) -> HandshakeError:
+    # pyzmq's own text repeats the address.
+    why = zmq.strerror(number)
+    advice = _BIND_ADVICE.get(number)
+    return HandshakeError(
+        f"cannot bind the {name} address {address}: {why}" + (f"; {advice}" if advice else ""),
+        stage="bind",
+    )
 
 
 def _is_served(path: str) -> bool:
