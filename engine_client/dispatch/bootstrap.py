@@ -68,49 +68,70 @@ def _wait(dispatcher: Dispatcher, deadline: Deadline) -> None:
         if deadline.expired:
             raise _timeout_error(dispatcher, missing)
         logger.warning(
-            "after %.0f s still waiting for %s on %s",
+            "%s after %.0f s; still waiting for %s",
+            _progress(dispatcher, missing),
             time.monotonic() - began,
             _awaited(missing),
-            _where(dispatcher),
         )
     if startup.error is not None:
         raise startup.error
 
 
-def _awaited(missing: dict[int, str]) -> str:
-    by_stage: dict[str, list[int]] = {}
-    for index, stage in missing.items():
-        by_stage.setdefault(stage, []).append(index)
-    return "; ".join(f"{stage} of {engine_names(who)}" for stage, who in by_stage.items())
-
-
-def _where(dispatcher: Dispatcher) -> str:
+def _progress(dispatcher: Dispatcher, missing: dict[int, str]) -> str:
     addresses = dispatcher.addresses
-    return addresses.get("handshake") or addresses["input"]
+    where = addresses.get("handshake") or addresses["input"]
+    total = dispatcher.config.engine_count
+    return f"{total - len(missing)} of {total} engines ready on {where}"
+
+
+def _by_stage(missing: dict[int, str]) -> dict[str, list[int]]:
+    stages: dict[str, list[int]] = {}
+    for index, stage in missing.items():
+        stages.setdefault(stage, []).append(index)
+    return stages
+
+
+_GUESS = {
+    "HELLO": "not started, or told another address?",
+    "READY and registration": "loading the model?",
+    "registration": "loading the model, or not started?",
+    "READY": "see the engine's log",
+}
+
+
+def _awaited(missing: dict[int, str]) -> str:
+    return "; ".join(
+        f"{stage} from {engine_names(who)} ({_GUESS[stage]})"
+        for stage, who in _by_stage(missing).items()
+    )
 
 
 _ADVICE = {
-    "HELLO": "are they started, and told this address?  An engine says HELLO only once: one that "
-    "got its INIT from an earlier client or try must be restarted, and one that already served an "
-    "earlier client belongs to that one's session",
-    "READY and registration": "they got their INIT: they are still loading their model, or failed "
-    "(see their logs); restart them before the next try",
-    "registration": "they are started but have not registered on the input address; an engine that "
-    "is connected and does not register belonged to an earlier client",
-    "READY": "they registered but did not say READY; see their logs",
+    "HELLO": "start what is not started, with this address; restart what runs, since an engine "
+    "says HELLO only once and an earlier client or try may have answered it",
+    "READY and registration": "it got its INIT, and is still loading its model or has failed (see "
+    "its log); restart it before the next try",
+    "registration": "start it with these addresses; one that runs and does not register belonged "
+    "to an earlier client",
+    "READY": "it registered but never said that it is ready; see its log",
 }
 
 
 def _timeout_error(dispatcher: Dispatcher, missing: dict[int, str]) -> HandshakeTimeout:
-    text = (
-        f"{engine_names(missing)} not ready after {dispatcher.config.connect_timeout:g} s "
-        f"(connect_timeout) on {_where(dispatcher)}"
-    )
-    stages = list(dict.fromkeys(missing.values()))
-    for stage in stages:
-        who = [index for index, awaited in missing.items() if awaited == stage]
-        text += f"; no {stage} from {engine_names(who)}: {_ADVICE.get(stage, '')}"
-    notes = list(dispatcher.core.notes)
+    config = dispatcher.config
+    stages = _by_stage(missing)
+    problems = [
+        f"no {stage} from {engine_names(who)}: {_ADVICE[stage]}" for stage, who in stages.items()
+    ]
+    ready = config.engine_count - len(missing)
+    if ready and list(stages) in (["HELLO"], ["registration"]):
+        problems.append(f"or there are fewer than engine_count={config.engine_count}")
+    notes = list(dict.fromkeys(dispatcher.core.notes))
     if notes:
-        text += f"; ignored meanwhile: {'; '.join(dict.fromkeys(notes))}"
-    return HandshakeTimeout(text, missing=tuple(missing), stage=stages[0] if stages else "")
+        problems.append(f"ignored meanwhile: {'; '.join(notes)}")
+    return HandshakeTimeout(
+        f"{_progress(dispatcher, missing)} after {config.connect_timeout:g} s (connect_timeout); "
+        + "; ".join(problems),
+        missing=tuple(missing),
+        stage=next(iter(stages), ""),
+    )

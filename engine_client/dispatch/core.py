@@ -210,15 +210,17 @@ class Core:
         self.notes.append(note)
         logger.warning("ignored: %s", note)
 
+    def _stranger(self, identity: bytes) -> str:
+        index = engine_index(identity)
+        who = f"a peer of identity {_shown(identity)}" if index is None else f"engine {index}"
+        return f"{who}, but this client has {engine_names(self._peers)} (see engine_count)"
+
     def handshake_frames(self, frames: Sequence[bytes], now: float) -> None:
         """A message came on the handshake socket: ``[identity, HELLO or READY]``."""
         index = engine_index(frames[0])
         peer = None if index is None else self._peers.get(index)
         if index is None or peer is None:
-            self._stray(
-                f"a handshake message from identity {_shown(frames[0])}, which is none "
-                f"of {engine_names(self._peers)}"
-            )
+            self._stray(f"a handshake message from {self._stranger(frames[0])}")
             return
         if len(frames) != 2 or len(frames[1]) > 65_536:
             self._stray(f"a handshake message of {len(frames)} frames from engine {index}")
@@ -292,10 +294,7 @@ class Core:
         index = engine_index(identity)
         peer = None if index is None else self._peers.get(index)
         if index is None or peer is None:
-            self._stray(
-                f"a registration from identity {_shown(identity)}, which is none of "
-                f"{engine_names(self._peers)}"
-            )
+            self._stray(f"a registration from {self._stranger(identity)}")
             return
         connection = self._connections["input"].get(fd)
         if connection is not None and (connection is peer.input or connection.retired):
@@ -491,7 +490,7 @@ class Core:
             f"engine {peer.index} died before it replied to {{method}}: {why}",
             now,
         )
-        logger.warning("engine %d is dead: %s (%d waiting calls failed)", peer.index, why, failed)
+        logger.warning("engine %d is dead: %s (waiting calls failed: %d)", peer.index, why, failed)
 
     def _replaced(self, peer: Peer, how: str, now: float) -> None:
         """The old incarnation of an engine is gone; the new one is there already."""
@@ -503,7 +502,7 @@ class Core:
             now,
         )
         logger.warning(
-            "engine %d was replaced: %s (%d waiting calls failed)", peer.index, how, failed
+            "engine %d was replaced: %s (waiting calls failed: %d)", peer.index, how, failed
         )
         for connection in (peer.input, peer.output):
             if connection is not None:
