@@ -109,7 +109,7 @@ class Supervisor:
         state = "ended" if self._ended else f"{len(self._running)} engines"
         return f"<Supervisor {'not started' if self._process is None else state}>"
 
-    def start(self, jobs: Iterable[EngineJob], *, grace: float = 4.0) -> None:
+    def start(self, jobs: Iterable[EngineJob], *, grace: float = 3.0) -> None:
         """Start engines; may be called again to start more.
 
         Args:

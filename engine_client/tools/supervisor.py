@@ -10,8 +10,8 @@ The owner starts it with two arguments, the number of the inherited socket and i
 and in a session of its own, so that a Ctrl-C in the owner's terminal reaches neither it nor the
 engines.  Both sides write one JSON map per line::
 
-    owner:       {"op": "start", "engines": [{"index": 0, "argv": [...], "env": null}], "grace": 4}
-                 {"op": "stop", "grace": 4}
+    owner:       {"op": "start", "engines": [{"index": 0, "argv": [...], "env": null}], "grace": 3}
+                 {"op": "stop", "grace": 3}
     supervisor:  {"event": "started", "index": 0, "pid": 4711}
                  {"event": "exit", "index": 0, "code": -9, "stderr": ["its", "last", "lines"]}
                  {"event": "stopped"}
@@ -38,8 +38,9 @@ from typing import Any
 
 __all__ = ["main"]
 
-GRACE = 4.0
-"""Seconds between SIGTERM and SIGKILL: an owner that dies leaves no engine after five seconds."""
+GRACE = 3.0
+"""Seconds between SIGTERM and SIGKILL: an owner that dies leaves no engine after five seconds,
+with some left for a busy machine."""
 TAIL_LINES = 20
 TAIL_LINE_LENGTH = 1000
 PIPE_READS = 64
@@ -81,6 +82,8 @@ class Child:
     """One engine."""
 
     def __init__(self, index: int, argv: Sequence[str], env: Mapping[str, str] | None) -> None:
+        if not argv:
+            raise ValueError("an empty command")
         self.index = index
         self.tail = Tail()
         # A session of its own: all that the engine starts can be killed as one group.
@@ -237,7 +240,7 @@ class Supervisor:
     def _start(self, index: int, argv: Sequence[str], env: Mapping[str, str] | None) -> None:
         try:
             child = Child(index, argv, env)
-        except (OSError, ValueError, subprocess.SubprocessError) as exc:
+        except (OSError, TypeError, ValueError, subprocess.SubprocessError) as exc:
             self._report({"event": "exit", "index": index, "code": 127, "stderr": [str(exc)]})
             return
         self._children.append(child)

@@ -57,7 +57,7 @@ def methods_of(log: Any) -> list[Any]:
     return [field(entry, "method") for entry in log]
 
 
-# -- startup -----------------------------------------------------------------------------------------
+# -- startup ---------------------------------------------------------------------------------------
 
 
 @kinds
@@ -103,9 +103,7 @@ def test_local_engine_says_so(peer: Peer) -> None:
 @kinds
 def test_bootstrapped(kind: EngineKind, peer: Peer) -> None:
     """With ready-made data addresses it only registers."""
-    with kind(
-        index=3, input_address=endpoint(peer.input), output_address=endpoint(peer.output)
-    ):
+    with kind(index=3, input_address=endpoint(peer.input), output_address=endpoint(peer.output)):
         identity, _ = peer.input.recv_multipart()
         assert identity == engine_id(3)
         assert peer.call("whoami", index=3)["index"] == 3
@@ -177,14 +175,15 @@ def test_another_identity(peer: Peer) -> None:
 
 def test_addresses_are_checked() -> None:
     """Handshake and data addresses exclude each other, and the data addresses come together."""
-    for wrong in (
+    wrong_ones: list[dict[str, Any]] = [
         {},
         {"address": "ipc://h", "input_address": "ipc://i", "output_address": "ipc://o"},
         {"address": "ipc://h", "output_address": "ipc://o"},
         {"input_address": "ipc://i"},
-    ):
+    ]
+    for wrong in wrong_ones:
         with pytest.raises(ValueError, match="give a handshake address, or"):
-            MockEngine(**wrong)  # type: ignore[arg-type]
+            MockEngine(**wrong)
 
 
 # -- utility calls ---------------------------------------------------------------------------------
@@ -242,7 +241,8 @@ def test_odd_calls_do_not_end_it(peer: Peer) -> None:
     """Arguments that are no array, and a method that is no string, are failures."""
     with thread_engine(peer.address):
         peer.complete()
-        for call in ([0, 1, "echo", None], [0, 2, 7, []], [0, 3, None, []]):
+        calls: list[list[Any]] = [[0, 1, "echo", None], [0, 2, 7, []], [0, 3, None, []]]
+        for call in calls:
             peer.send(RequestType.UTILITY, peer.codec.encode(call))
             got, failure, _ = peer.reply()
             assert got == call[1]
@@ -324,9 +324,7 @@ def test_unknown_client_index_leaves_it_mute(peer: Peer, client: Any) -> None:
         wait_until(lambda: len(engine.log) == 2)
 
 
-def test_unencodable_result_leaves_it_mute(
-    peer: Peer, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_unencodable_result_leaves_it_mute(peer: Peer, capfd: pytest.CaptureFixture[str]) -> None:
     """So does a result that cannot be encoded."""
     with thread_engine(peer.address, methods={"spec": object}):
         peer.complete()
