@@ -36,6 +36,11 @@ class EngineClient(UtilityMethods):
     """
 
     def __init__(self, dispatcher: Dispatcher) -> None:
+        if not isinstance(dispatcher, Dispatcher):
+            raise TypeError(
+                "a client is made by connect(), connect_bootstrapped() or launch(), "
+                "not by EngineClient()"
+            )
         self._dispatcher = dispatcher
 
     # -- state ----------------------------------------------------------------------------------
@@ -362,6 +367,8 @@ def connect(
     )
     if codec != "auto":
         codec_named(codec)  # tells at once when its package is missing
+    if address is None:  # an environment variable that is not set, say
+        raise TypeError("address must be a string like 'tcp://127.0.0.1:5570', not None")
     transport = open_transport(
         handshake=address,
         input_address=input_address,

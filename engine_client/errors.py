@@ -180,6 +180,8 @@ class RemoteError(EngineError):
         text = " ".join(self.message.split())
         if len(text) > MESSAGE_LIMIT:
             text = f"{text[:MESSAGE_LIMIT]}... ({len(self.message)} characters in .message)"
+        if text.endswith("method failed:"):
+            text += " no reason given (vLLM gives none for a call with too many arguments)"
         return text or "the engine reported a failure without a text"
 
 

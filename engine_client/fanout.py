@@ -105,7 +105,8 @@ def settle(
     registry = dispatcher.registry
     targets = resolve_targets(engines, tuple(registry.engines))
     if targets is None:
-        targets = registry.alive()
+        # With no engine alive, each one's death is the answer.
+        targets = registry.alive() or tuple(registry.engines)
     wedged = _would_wedge(dispatcher, method, targets)
     if wedged and not each:
         raise RequestRefusedError(wedged)
@@ -146,7 +147,9 @@ def settle(
         call.fail(index, _timeout_error(call, index), now)
     outcomes = call.outcomes()
     if call.ended and not outcomes.all_ok:
-        ended = dispatcher.ended_error()
+        ended = dispatcher.ended_error(
+            f"{engine_names(outcomes.unsettled)} replied to {method} (see .outcomes)"
+        )
         ended.outcomes = outcomes
         raise ended
     return outcomes

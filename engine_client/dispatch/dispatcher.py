@@ -150,12 +150,21 @@ class Dispatcher:
         if self.registry.ended:
             raise self.ended_error()
 
-    def ended_error(self) -> ClientClosedError | ClientBrokenError:
-        """A fresh error that says why the client takes no calls; its cause is attached."""
+    def ended_error(self, under_way: str = "") -> ClientClosedError | ClientBrokenError:
+        """A fresh error that says why the client takes no calls; its cause is attached.
+
+        Args:
+            under_way: what was under way when it ended, as words that follow "before ".
+        """
+        before = f" before {under_way}" if under_way else ""
         cause = self.registry.closing_cause
         if cause is None:
-            return ClientClosedError("the client is closed")
-        error = ClientBrokenError(f"the client broke: {type(cause).__name__}: {cause}")
+            return ClientClosedError(
+                f"the client was closed{before}"
+                if under_way
+                else "the client is closed and takes no more calls; make a new one"
+            )
+        error = ClientBrokenError(f"the client broke{before}: {type(cause).__name__}: {cause}")
         error.__cause__ = cause
         return error
 

@@ -92,7 +92,8 @@ def open_transport(
     """
     given = {"handshake": handshake, "input": input_address, "output": output_address}
     for name, address in given.items():
-        if address is not None:
+        # A data address may be left out where there is a handshake to tell it.
+        if address is not None or (handshake is None and name != "handshake"):
             _check_address(name, address, advertised_host)
     transport = Transport(zmq.Context() if context is None else context, context is None)
     try:
