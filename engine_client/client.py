@@ -18,7 +18,8 @@ from engine_client.dispatch.bootstrap import start
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.sockets import open_transport
 from engine_client.engines import EngineInfo, Targets
-from engine_client.fanout import settle
+from engine_client.errors import UtilityCallError
+from engine_client.fanout import note_one_list, settle
 from engine_client.outcome import Outcomes, UtilityCall
 from engine_client.stats import ClientStats
 from engine_client.utilities import UtilityMethods
@@ -140,7 +141,11 @@ class EngineClient(UtilityMethods):
         """
         undo_call = check_undo(compensate)
         outcomes = self.settle_utility(method, *args, timeout=timeout, engines=engines)
-        return self._unwrap(outcomes, undo_call, timeout)
+        try:
+            return self._unwrap(outcomes, undo_call, timeout)
+        except UtilityCallError as error:
+            note_one_list(error, method, args)
+            raise
 
     def settle_utility(
         self,

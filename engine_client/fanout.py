@@ -31,13 +31,15 @@ from engine_client.errors import (
     AbandonedError,
     CallTimeout,
     NotSentError,
+    RemoteError,
     RequestRefusedError,
+    UtilityCallError,
 )
 from engine_client.outcome import Outcomes
 from engine_client.wire.codec import codec_named, plain
 from engine_client.wire.messages import UtilityRequest
 
-__all__ = ["LOCKSTEP_ONLY_TOGETHER", "check_method", "settle"]
+__all__ = ["LOCKSTEP_ONLY_TOGETHER", "check_method", "note_one_list", "settle"]
 
 logger = logging.getLogger("engine_client")
 
@@ -67,6 +69,20 @@ def check_method(method: object) -> str:
     if not method:
         raise ValueError("method is empty: name a utility method, such as 'is_sleeping'")
     return method
+
+
+def note_one_list(error: UtilityCallError, method: str, args: Sequence[Any]) -> None:
+    """Note on the failure of a call with one list what its author may have meant."""
+    if len(args) != 1 or not isinstance(args[0], (list, tuple)) or error.outcomes is None:
+        return
+    texts = [str(e) for e in error.outcomes.failures.values() if isinstance(e, RemoteError)]
+    if any("argument" in text for text in texts):
+        shown = ", ".join(_render.one_line(repr(item), 30) for item in args[0][:4])
+        more = ", ..." if len(args[0]) > 4 else ""
+        error.add_note(
+            f"{method} was called with one argument, a list; several arguments are passed one by "
+            f"one: call_utility({method!r}{shown and ', '}{shown}{more})"
+        )
 
 
 def settle(
