@@ -218,7 +218,7 @@ class UtilityCallError(EngineClientError):
     """A fan-out in which at least one engine failed; raised after every engine has settled."""
 
     method: str
-    outcomes: Outcomes | None
+    outcomes: Outcomes
     """Every engine's outcome."""
     compensation: Outcomes | None
     """Every outcome of the undo call, when one was asked for and sent."""
@@ -233,7 +233,8 @@ class UtilityCallError(EngineClientError):
     ) -> None:
         super().__init__(message)
         self.method = method
-        self.outcomes = outcomes
+        # Whoever raises it gives them; the default is for pickle, which restores them afterwards.
+        self.outcomes = outcomes  # type: ignore[assignment]
         self.compensation = compensation
 
     def __str__(self) -> str:
@@ -243,9 +244,8 @@ class UtilityCallError(EngineClientError):
         return text
 
     def _repr_html_(self) -> str:
-        outcomes = self.outcomes._repr_html_() if self.outcomes is not None else ""
-        undo = self.compensation._repr_html_() if self.compensation is not None else ""
-        return outcomes + undo
+        shown = (self.outcomes, self.compensation)
+        return "".join(one._repr_html_() for one in shown if one is not None)
 
 
 class UtilityTimeoutError(UtilityCallError, TimeoutError):
@@ -256,14 +256,15 @@ class ConsensusError(EngineClientError):
     """All engines succeeded, but their results differ where they must agree."""
 
     method: str
-    outcomes: Outcomes | None
+    outcomes: Outcomes
+    """Every engine's answer."""
 
     def __init__(
         self, message: str = "", *, method: str = "", outcomes: Outcomes | None = None
     ) -> None:
         super().__init__(message)
         self.method = method
-        self.outcomes = outcomes
+        self.outcomes = outcomes  # type: ignore[assignment]  # as above
 
 
 class DuplicateRequestError(EngineClientError):

@@ -73,7 +73,7 @@ def check_method(method: object) -> str:
 
 def note_one_list(error: UtilityCallError, method: str, args: Sequence[Any]) -> None:
     """Note on the failure of a call with one list what its author may have meant."""
-    if len(args) != 1 or not isinstance(args[0], (list, tuple)) or error.outcomes is None:
+    if len(args) != 1 or not isinstance(args[0], (list, tuple)):
         return
     texts = [str(e) for e in error.outcomes.failures.values() if isinstance(e, RemoteError)]
     if any("argument" in text for text in texts):
