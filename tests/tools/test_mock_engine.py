@@ -788,9 +788,12 @@ def test_stop_while_busy_or_with_many_clients(peer: Peer) -> None:
     with thread_engine(peer.address, faults=[FaultRule("echo", "busy", seconds=1000)]):
         peer.complete()
         peer.ask("echo", 1)
-    addresses = [endpoint(peer.input)] * 2
-    with thread_engine(input_address=addresses, output_address=[endpoint(peer.output)] * 2):
-        peer.input.recv_multipart()
+    with Peer() as one, Peer() as other:
+        inputs = [endpoint(one.input), endpoint(other.input)]
+        outputs = [endpoint(one.output), endpoint(other.output)]
+        with thread_engine(input_address=inputs, output_address=outputs):
+            one.input.recv_multipart()
+            other.input.recv_multipart()
 
 
 @pytest.mark.parametrize(
