@@ -87,10 +87,12 @@ class Outgoing(NamedTuple):
 class Connection:
     """One connection of a peer to the input or the output socket."""
 
-    __slots__ = ("closing", "fd", "retired")
+    __slots__ = ("closing", "codec", "fd", "retired")
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.codec: Codec | None = None
+        """What its messages are decoded with, once it is named for an engine."""
         self.retired = False
         """Its engine was replaced or reported its death: what still comes is late."""
         self.closing = False
@@ -361,9 +363,9 @@ class Core:
 
     # -- connections ----------------------------------------------------------------------------
 
-    def knows(self, side: Side, fd: int) -> bool:
-        """Whether the monitor has reported this connection and not its loss."""
-        return fd in self._connections[side]
+    def known(self, side: Side) -> Mapping[int, Connection]:
+        """The connections that the monitor has reported and not their loss; always current."""
+        return self._connections[side]
 
     def connected(self, side: Side, fd: int, now: float) -> None:
         """The socket monitor reports a new connection."""
@@ -594,6 +596,8 @@ class Core:
         if peer.output is not None:
             self._replaced(peer, "its output came on another connection", now)
         peer.output = connection
+        if peer.codec is not None:
+            connection.codec = codec_named(peer.codec)
         if peer.lost == {"output"} and peer.input is not None:
             peer.lost = set()
             self.registry.revive_engine(peer.index)
@@ -608,11 +612,16 @@ class Core:
         self.stats.received += 1
         connection = self._connections["output"].get(fd)
         main = frames[0]
-        if len(main) == len(DEAD_SENTINEL) and main == DEAD_SENTINEL:
+        if main == DEAD_SENTINEL:
             self._sentinel(connection, now)
             return
         try:
-            message = self._decode(main, sum(map(len, frames)), connection)
+            size = len(main) if len(frames) == 1 else sum(map(len, frames))
+            codec = None if connection is None else connection.codec
+            if codec is not None and size <= self._max_message_size:
+                message = Outputs.from_plain(codec.decode(main))
+            else:
+                message = self._decode(main, size, connection)
             index = message.engine_index
             peer = self._peers.get(index)
             if peer is None:

@@ -42,6 +42,8 @@ logger = logging.getLogger("engine_client")
 _numbers = itertools.count(1)
 _LARGE = 65_536
 """Bytes from which a frame is sent without a copy; below, a copy is cheaper."""
+_NOBLOCK, _MORE, _SRCFD = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.SRCFD)
+"""As plain integers: operations on pyzmq's enumerations cost as much as sending a frame."""
 _BATCH = 1000
 """Messages read from one socket before the others get their turn."""
 
@@ -251,7 +253,6 @@ class Dispatcher:
         core = self.core
         outgoing = core.outgoing
         sockets = self._transport.sockets
-        more = zmq.SNDMORE | zmq.NOBLOCK
         large: bytes | None = None
         shared: zmq.Frame | None = None
         while outgoing:
@@ -260,16 +261,16 @@ class Dispatcher:
             *head, last = item.frames
             try:
                 for frame in head:
-                    send(frame, more)
+                    send(frame, _MORE)
                 if len(last) < _LARGE:
-                    send(last, zmq.NOBLOCK)
+                    send(last, _NOBLOCK)
                 else:
                     # One copy into a ZeroMQ message that all engines share.  (pyzmq's own way
                     # without a copy starts a thread that never ends.)
                     if last is not large:
                         large, shared = last, zmq.Frame(last, copy=True)
                     assert shared is not None
-                    send(shared, zmq.NOBLOCK, copy=False)
+                    send(shared, _NOBLOCK, copy=False)
             except zmq.ZMQError as exc:
                 if exc.errno != zmq.EHOSTUNREACH:
                     raise
@@ -282,20 +283,20 @@ class Dispatcher:
     def _read_outputs(self, now: float, limit: int | None = None) -> None:
         """Read the output socket, at most ``limit`` messages, or empty."""
         receive = self._transport.sockets["output"].recv
-        core = self.core
+        deliver, known = self.core.output, self.core.known("output")
         for _ in itertools.repeat(None) if limit is None else itertools.repeat(None, limit):
             try:
-                frame = receive(zmq.NOBLOCK, False)
+                frame = receive(_NOBLOCK, False)
             except zmq.Again:
                 return
             fd = _descriptor(frame)
             frames = [frame.bytes]
             while frame.more:
-                frame = receive(zmq.NOBLOCK, False)
+                frame = receive(_NOBLOCK, False)
                 frames.append(frame.bytes)
-            if not core.knows("output", fd):
+            if fd not in known:
                 self._read_monitors(now)
-            core.output(frames, fd, now)
+            deliver(frames, fd, now)
 
     def _read_monitors(self, now: float) -> None:
         """Learn of new connections; keep losses until the output socket has been read empty."""
@@ -303,7 +304,7 @@ class Dispatcher:
         events = self._connection_events
         for side, monitor in self._transport.monitors.items():
             for event, fd in read_monitor(monitor):
-                if event == zmq.EVENT_ACCEPTED and not core.knows(side, fd):
+                if event == zmq.EVENT_ACCEPTED and fd not in core.known(side):
                     core.connected(side, fd, now)
                 else:
                     core.closing(side, fd)
@@ -383,9 +384,10 @@ _FOREVER = 86_400.0
 def _descriptor(frame: zmq.Frame) -> int:
     """The descriptor of the connection that a received frame came on; -1 where there is none."""
     try:
-        return int(frame.get(zmq.SRCFD))
+        descriptor: int = frame.get(_SRCFD)
     except zmq.ZMQError:  # inproc
         return -1
+    return descriptor
 
 
 _live: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
