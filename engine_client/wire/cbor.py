@@ -24,16 +24,15 @@ __all__ = ["CborCodec"]
 
 # cbor2 ignores bytes after the item.  A message is decoded as the first of two items in an array,
 # the second a text that no peer knows: it comes back whole only if the message used all its bytes.
-# Hexadecimal digits, so that the searches for single bytes below never hit the token.
 _TOKEN = secrets.token_hex(8)
 _TAIL = b"\x70" + _TOKEN.encode()
 
-_NON_FINITE = re.compile(rb"\xf9(?:\x7e\x00|[\x7c\xfc]\x00)")
+_NON_FINITE = re.compile(rb"\xf9[\x7c\x7e\xfc]\x00")
 _WIDE_NEGATIVE = re.compile(rb"\x3b[\x80-\xff]")
 
 
 def _refuse_tag(*_: object) -> NoReturn:
-    raise ProtocolError("cbor: a tag, which the protocol does not use")
+    raise ProtocolError("a tag, which the protocol does not use")
 
 
 # Those that cbor2 decodes itself must be overridden one by one; the hook sees only the others.
@@ -54,7 +53,7 @@ class CborCodec(Codec):
 
     def encode(self, value: Plain) -> bytes:
         frame = dumps(value)
-        if b"\xf9" in frame and _NON_FINITE.search(frame):
+        if _NON_FINITE.search(frame):
             # cbor2 writes NaN and the infinities in 16 bits, all other floats in 64.
             frame = dumps(value, encoders={float: _encode_double})
         return frame
@@ -64,13 +63,18 @@ class CborCodec(Codec):
         try:
             value, token = _loads(data)
         except CBORDecodeError as error:
-            raise _clean(error) from error
+            cause = error.__cause__
+            if cause is None or isinstance(cause, Exception):
+                reason = str(cause if isinstance(cause, ProtocolError) else error)
+                raise ProtocolError(f"cbor: not valid: {reason[:200]}") from error
+            error.__cause__ = None
+            raise cause from None  # cbor2 wraps even a Ctrl-C that lands in one of its callbacks
         except (RecursionError, ValueError, MemoryError, OverflowError, TypeError) as error:
             raise ProtocolError(f"cbor: not valid: {type(error).__name__}") from error
         if token != _TOKEN:
             raise ProtocolError("cbor: bytes after the end of the message")
         verify_plain(value, "cbor")
-        if b"\x3b" in data and _WIDE_NEGATIVE.search(data):
+        if _WIDE_NEGATIVE.search(data):
             _verify_integers(value)
         return value
 
@@ -99,22 +103,15 @@ def _loads(data: bytes) -> Plain:
     )
 
 
-def _clean(error: CBORDecodeError) -> BaseException:
-    """What a library error becomes: an interrupt that it swallowed stays one."""
-    cause = error.__cause__
-    if isinstance(cause, ProtocolError) or (cause is not None and not isinstance(cause, Exception)):
-        return cause
-    return ProtocolError(f"cbor: not valid: {str(error)[:200]}")
-
-
 def _verify_integers(value: Plain) -> None:
     """Refuse integers below -2^63, which CBOR can express and nothing else here can."""
-    pending = [value]
+    pending: list[Plain] = [[value]]
     for item in pending:
-        if type(item) is list:
-            pending.extend(item)
-        elif type(item) is dict:
-            pending.extend(item)
-            pending.extend(item.values())
-        elif type(item) is int and item < -(2**63):
+        values = item if type(item) is list else [*item, *item.values()]
+        if set(map(type, values)) == {int}:
+            lowest = min(values)
+        else:
+            lowest = min((v for v in values if type(v) is int), default=0)
+            pending.extend(v for v in values if type(v) in (list, dict))
+        if lowest < -(2**63):
             raise ProtocolError("cbor: an integer beyond 64 bits")

@@ -5,18 +5,26 @@ and scalars, and ``from_plain()`` reads such a layout, as a codec returned it, a
 :class:`~engine_client.errors.ProtocolError` for anything that is not valid.  Positional records may
 be shorter than known (missing fields take their defaults) or longer (what is more is ignored), and
 unknown map keys are ignored: the protocol grows with nearly every release of the engines.
-
-Errors name types and positions only, never a received value: it may be huge, or not printable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from engine_client.engines import MAX_ENGINES
 from engine_client.errors import ProtocolError
+from engine_client.wire.fields import (
+    flag,
+    integer,
+    mapping,
+    optional_text,
+    record,
+    refuse,
+    text,
+    texts,
+)
 
 __all__ = [
     "DEAD_SENTINEL",
@@ -43,53 +51,6 @@ class RequestType:
     ABORT: Final = b"\x01"
     START_DP_WAVE: Final = b"\x02"
     UTILITY: Final = b"\x03"
-
-
-def _refuse(message: str, what: str, expected: str, value: object) -> NoReturn:
-    raise ProtocolError(f"{message}: {what} must be {expected}, not {type(value).__name__}")
-
-
-def _mapping(value: object, message: str, what: str = "the payload") -> dict[Any, Any]:
-    if type(value) is not dict:
-        _refuse(message, what, "a map", value)
-    return value
-
-
-def _record(value: object, message: str, required: int) -> list[Any]:
-    if type(value) is not list:
-        _refuse(message, "the payload", "an array", value)
-    if len(value) < required:
-        raise ProtocolError(f"{message}: {len(value)} fields, at least {required} are required")
-    return value
-
-
-def _integer(value: object, message: str, what: str) -> int:
-    if type(value) is not int:  # a bool is none
-        _refuse(message, what, "an integer", value)
-    return value
-
-
-def _text(value: object, message: str, what: str) -> str:
-    if type(value) is not str:
-        _refuse(message, what, "a string", value)
-    return value
-
-
-def _optional_text(fields: dict[Any, Any], key: str, message: str) -> str | None:
-    value = fields.get(key)
-    return None if value is None else _text(value, message, f"'{key}'")
-
-
-def _flag(value: object, message: str, what: str) -> bool:
-    if type(value) is not bool:
-        _refuse(message, what, "a boolean", value)
-    return value
-
-
-def _texts(value: object, message: str, what: str) -> tuple[str, ...]:
-    if type(value) is not list or not {str}.issuperset(map(type, value)):
-        _refuse(message, what, "an array of strings", value)
-    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,16 +98,16 @@ class Ready:
 
 def handshake_message(plain: object) -> Hello | Ready:
     """Read what an engine sent on the handshake socket, by its status."""
-    fields = _mapping(plain, "handshake")
+    fields = mapping(plain, "handshake")
     status = fields.get("status")
     if status != "HELLO" and status != "READY":
         kind = "an unknown text" if type(status) is str else type(status).__name__
         raise ProtocolError(f"handshake: the status must be 'HELLO' or 'READY', not {kind}")
-    local = _flag(fields.get("local", False), status, "'local'")
-    headless = _flag(fields.get("headless", True), status, "'headless'")
+    local = flag(fields.get("local", False), status, "'local'")
+    headless = flag(fields.get("headless", True), status, "'headless'")
     if status == "HELLO":
         return Hello(local, headless)
-    return Ready(local, headless, _optional_text(fields, "parallel_config_hash", status))
+    return Ready(local, headless, optional_text(fields, "parallel_config_hash", status))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,26 +137,26 @@ class Init:
 
     @classmethod
     def from_plain(cls, value: object) -> Init:
-        fields = _mapping(value, "INIT")
-        addresses = _mapping(fields.get("addresses"), "INIT", "'addresses'")
-        inputs = _texts(addresses.get("inputs"), "INIT", "'inputs'")
-        outputs = _texts(addresses.get("outputs"), "INIT", "'outputs'")
+        fields = mapping(value, "INIT")
+        addresses = mapping(fields.get("addresses"), "INIT", "'addresses'")
+        inputs = texts(addresses.get("inputs"), "INIT", "'inputs'")
+        outputs = texts(addresses.get("outputs"), "INIT", "'outputs'")
         if not inputs or len(inputs) != len(outputs):
             raise ProtocolError(
                 f"INIT: {len(inputs)} input and {len(outputs)} output addresses; "
                 f"each frontend has one of both"
             )
-        config = _mapping(fields.get("parallel_config"), "INIT", "'parallel_config'")
+        config = mapping(fields.get("parallel_config"), "INIT", "'parallel_config'")
         for key, item in config.items():
-            _text(key, "INIT", "a key of 'parallel_config'")
+            text(key, "INIT", "a key of 'parallel_config'")
             if type(item) not in (int, str, list):
-                _refuse("INIT", "a value of 'parallel_config'", "integer, string or array", item)
+                refuse("INIT", "a value of 'parallel_config'", "integer, string or array", item)
         return cls(
             inputs,
             outputs,
-            _optional_text(addresses, "coordinator_input", "INIT"),
-            _optional_text(addresses, "coordinator_output", "INIT"),
-            _optional_text(addresses, "frontend_stats_publish_address", "INIT"),
+            optional_text(addresses, "coordinator_input", "INIT"),
+            optional_text(addresses, "coordinator_output", "INIT"),
+            optional_text(addresses, "frontend_stats_publish_address", "INIT"),
             config,
         )
 
@@ -213,28 +174,26 @@ class Registration:
     @property
     def data_parallel_size(self) -> int:
         """More than 1 for a member of a lockstep group."""
-        size: int = self.ready.get("data_parallel_size", 1)
-        return size
+        return int(self.ready.get("data_parallel_size", 1))
 
     @property
     def vllm_version(self) -> str:
         """Empty when the engine did not say."""
-        version: str = self.ready.get("vllm_version", "")
-        return version
+        return str(self.ready.get("vllm_version", ""))
 
     def to_plain(self) -> dict[str, Any]:
         return dict(self.ready)
 
     @classmethod
     def from_plain(cls, value: object) -> Registration:
-        ready = _mapping(value, "registration")
+        ready = mapping(value, "registration")
         for key in ready:
-            _text(key, "registration", "a key")
-        message = cls(ready)
-        _text(message.vllm_version, "registration", "'vllm_version'")
-        if _integer(message.data_parallel_size, "registration", "'data_parallel_size'") < 1:
+            text(key, "registration", "a key")
+        text(ready.get("vllm_version", ""), "registration", "'vllm_version'")
+        size = ready.get("data_parallel_size", 1)
+        if integer(size, "registration", "'data_parallel_size'") < 1:
             raise ProtocolError("registration: 'data_parallel_size' must be at least 1")
-        return message
+        return cls(ready)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +211,13 @@ class UtilityRequest:
 
     @classmethod
     def from_plain(cls, value: object) -> UtilityRequest:
-        client_index, call_id, method, args = _record(value, "UTILITY", 4)[:4]
-        if _integer(client_index, "UTILITY", "the client index") < 0:
+        client_index, call_id, method, args = record(value, "UTILITY", 4)[:4]
+        if integer(client_index, "UTILITY", "the client index") < 0:
             raise ProtocolError("UTILITY: the client index is negative")
-        _integer(call_id, "UTILITY", "the call id")
-        _text(method, "UTILITY", "the method")
+        integer(call_id, "UTILITY", "the call id")
+        text(method, "UTILITY", "the method")
         if type(args) is not list:
-            _refuse("UTILITY", "the arguments", "an array", args)
+            refuse("UTILITY", "the arguments", "an array", args)
         return cls(client_index, call_id, method, args)
 
 
@@ -276,7 +235,7 @@ class Abort:
         """Read an array of ids, or a bare id, which the engines take too."""
         if type(value) is str:
             return cls((value,))
-        return cls(_texts(value, "ABORT", "the payload"))
+        return cls(texts(value, "ABORT", "the payload"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,16 +256,16 @@ class UtilityReply:
 
     @classmethod
     def from_plain(cls, value: object) -> UtilityReply:
-        fields = _record(value, "utility reply", 1)
-        call_id = _integer(fields[0], "utility reply", "the call id")
+        fields = record(value, "utility reply", 1)
+        call_id = integer(fields[0], "utility reply", "the call id")
         failure = fields[1] if len(fields) > 1 else None
         if failure is not None and type(failure) is not str:
-            _refuse("utility reply", "the failure", "a string or nil", failure)
+            refuse("utility reply", "the failure", "a string or nil", failure)
         result = fields[2] if len(fields) > 2 else None
         if result is None or failure is not None:
             return cls(call_id, failure)
         if type(result) is not list or len(result) < 2:
-            _refuse("utility reply", "the result", "an array of two or nil", result)
+            refuse("utility reply", "the result", "an array of two or nil", result)
         return cls(call_id, None, result[1])
 
 
@@ -348,7 +307,7 @@ class Outputs:
                 where that much could be read, so that only whom it was for need fail.
         """
         try:
-            return cls._read(_record(value, "outputs", 0))
+            return cls._read(record(value, "outputs", 0))
         except ProtocolError as error:
             if type(value) is list:
                 error.engine_index = _readable_index(value)
@@ -361,22 +320,24 @@ class Outputs:
             fields = (fields + [0, [], None, 0.0, None, None, None, None, None][len(fields) :])[:9]
         index, outputs, stats, timestamp, reply, finished, complete, start, version = fields
         if type(index) is not int or not 0 <= index < MAX_ENGINES:
-            _refuse("outputs", "the engine index", f"an integer below {MAX_ENGINES}", index)
+            refuse("outputs", "the engine index", f"an integer below {MAX_ENGINES}", index)
         if type(outputs) is not list:
-            _refuse("outputs", "the outputs", "an array", outputs)
+            refuse("outputs", "the outputs", "an array", outputs)
         if stats is not None and type(stats) is not dict:
-            _refuse("outputs", "the scheduler statistics", "a map or nil", stats)
+            refuse("outputs", "the scheduler statistics", "a map or nil", stats)
         if type(timestamp) is not float and type(timestamp) is not int:
-            _refuse("outputs", "the timestamp", "a number", timestamp)
+            refuse("outputs", "the timestamp", "a number", timestamp)
         if finished is not None:
-            finished = _texts(finished, "outputs", "the finished requests")
+            finished = texts(finished, "outputs", "the finished requests")
         for wave in (complete, start):
             if wave is not None and type(wave) is not int:
-                _refuse("outputs", "a wave", "an integer or nil", wave)
+                refuse("outputs", "a wave", "an integer or nil", wave)
         if version is not None and type(version) is not str:
-            _refuse("outputs", "the weight version", "a string or nil", version)
+            refuse("outputs", "the weight version", "a string or nil", version)
         utility = None if reply is None else UtilityReply.from_plain(reply)
-        return cls(index, outputs, stats, timestamp, utility, finished, complete, start, version)
+        return cls(
+            index, outputs or (), stats, timestamp, utility, finished, complete, start, version
+        )
 
 
 def _readable_index(fields: list[Any]) -> int | None:
@@ -386,6 +347,4 @@ def _readable_index(fields: list[Any]) -> int | None:
 
 def _readable_call(fields: list[Any]) -> int | None:
     reply = fields[4] if len(fields) > 4 else None
-    if type(reply) is list and reply and type(reply[0]) is int:
-        return reply[0]
-    return None
+    return reply[0] if type(reply) is list and reply and type(reply[0]) is int else None

@@ -35,28 +35,27 @@ def verify_plain(value: Plain, dialect: str) -> None:
     leaves = _LEAVES
     if type(value) in leaves:
         return
-    level: list[Plain] = [value]
-    for _ in range(MAX_MESSAGE_DEPTH):
-        below: list[Plain] = []
-        add = below.append
-        for item in level:
-            if type(item) is list:
-                children: Collection[Plain] = item
-            elif type(item) is dict:
-                if not _KEYS.issuperset(map(type, item)):
-                    raise ProtocolError(f"{dialect}: a map key is neither a string nor an integer")
-                children = item.values()
-            else:
-                raise ProtocolError(f"{dialect}: a {type(item).__name__}, not used by the protocol")
-            if len(children) > 32 and leaves.issuperset(map(type, children)):
-                continue
-            for child in children:
-                if type(child) not in leaves:
-                    add(child)
-        if not below:
-            return
-        level = below
-    raise ProtocolError(f"{dialect}: nested deeper than {MAX_MESSAGE_DEPTH} levels")
+    containers: list[Plain] = [value]
+    add = containers.append
+    level, level_end = 1, 0
+    for index, item in enumerate(containers):  # grows as it is walked
+        if index > level_end:
+            level, level_end = level + 1, len(containers) - 1
+            if level > MAX_MESSAGE_DEPTH:
+                raise ProtocolError(f"{dialect}: nested deeper than {MAX_MESSAGE_DEPTH} levels")
+        if type(item) is list:
+            children: Collection[Plain] = item
+        elif type(item) is dict:
+            if not _KEYS.issuperset(map(type, item)):
+                raise ProtocolError(f"{dialect}: a map key is neither a string nor an integer")
+            children = item.values()
+        else:
+            raise ProtocolError(f"{dialect}: a {type(item).__name__}, not used by the protocol")
+        if len(children) > 32 and leaves.issuperset(map(type, children)):
+            continue
+        for child in children:
+            if type(child) not in leaves:
+                add(child)
 
 
 _LOWEST, _HIGHEST = -(2**63), 2**64 - 1
