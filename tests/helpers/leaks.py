@@ -75,7 +75,10 @@ def registered_waiters() -> dict[str, int]:
     kind = getattr(module, "EngineClient", None)
     if kind is None:
         return {}
-    clients = [thing for thing in gc.get_objects() if type(thing) is kind]
+    # One whose constructor refused its arguments has nothing yet.
+    clients = [
+        thing for thing in gc.get_objects() if type(thing) is kind and hasattr(thing, "_dispatcher")
+    ]
     return {repr(one): one.pending_utility_calls for one in clients if one.pending_utility_calls}
 
 
