@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["html_table", "one_line", "text_table"]
 
@@ -18,13 +18,44 @@ def one_line(value: object, limit: int = 100) -> str:
         text = f"{head if isinstance(head, str) else repr(head)}... ({len(value):,} long)"
     elif isinstance(value, (list, tuple, dict)) and len(value) > limit:
         text = f"<{type(value).__name__} of {len(value):,}>"
+    elif isinstance(value, str):
+        text = value
     else:
+        text = ""
         try:
-            text = value if isinstance(value, str) else repr(value)
+            for piece in _pieces(value, limit):
+                text += piece
+                if len(text) > limit:
+                    break
         except Exception as exc:  # a user's __repr__ must not hide the error that shows it
             text = f"<{type(value).__name__}: its repr failed with {type(exc).__name__}>"
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _pieces(value: object, limit: int) -> Iterator[str]:
+    """The ``repr`` of a value, bit by bit: whoever has enough stops, however large the rest is."""
+    if type(value) in (list, tuple):
+        assert isinstance(value, (list, tuple))
+        yield "[" if isinstance(value, list) else "("
+        for number, item in enumerate(value):
+            if number:
+                yield ", "
+            yield from _pieces(item, limit)
+        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
+    elif type(value) is dict:
+        yield "{"
+        for number, (key, item) in enumerate(value.items()):
+            if number:
+                yield ", "
+            yield from _pieces(key, limit)
+            yield ": "
+            yield from _pieces(item, limit)
+        yield "}"
+    elif isinstance(value, (bytes, str)) and len(value) > 4 * limit:
+        yield f"{value[: 2 * limit]!r}... ({len(value):,} long)"
+    else:
+        yield repr(value)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -49,9 +49,10 @@ def parse_timeout(value: object, *, name: str = "timeout") -> float | None:
     try:
         seconds = float(value)
     except OverflowError:  # an integer beyond the floats
-        seconds = math.inf if repr(value)[0] != "-" else -math.inf
+        seconds = math.inf if value == abs(value) else -math.inf
     if math.isnan(seconds) or seconds < 0:
-        raise ValueError(f"{name} must be 0 or more seconds, or None for no limit, not {value!r}")
+        # Not the value itself: an integer can be too long to print.
+        raise ValueError(f"{name} must be 0 or more seconds, or None for no limit, not {seconds:g}")
     return None if seconds == math.inf else seconds
 
 
