@@ -1,0 +1,99 @@
+"""What callers block on, and what they hold of a call."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from engine_client.deadline import Deadline
+from engine_client.dispatch.waiting import Latch, PendingCall, Startup
+from engine_client.errors import HandshakeError, RemoteError
+from engine_client.outcome import Failed, Ok
+from tests.helpers import run_in_thread
+
+
+def pending(*targets: int, **payloads: bytes) -> PendingCall:
+    """Return a call to these engines, started at time 100."""
+    return PendingCall(7, "sleep", targets, payloads, Deadline(None), 100.0)
+
+
+def test_a_latch_lets_its_waiter_go_once_open() -> None:
+    """Waiting ends when somebody opens the latch, from any thread."""
+    latch = Latch()
+    waiting = run_in_thread(latch.wait)
+    latch.open()
+    assert waiting.result() is True
+
+
+def test_a_latch_that_is_open_is_passed_at_once() -> None:
+    """Opening before the wait is as good as after."""
+    latch = Latch()
+    latch.open()
+    assert latch.wait(0) is True
+
+
+@pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 0.01])
+def test_a_latch_that_stays_shut_times_out(timeout: float) -> None:
+    """The wait ends without success when its time is over."""
+    assert Latch().wait(timeout) is False
+
+
+def test_opening_a_latch_twice_is_a_fault() -> None:
+    """A second opening is refused: it would mean that a call was settled twice."""
+    latch = Latch()
+    latch.open()
+    with pytest.raises(RuntimeError):
+        latch.open()
+
+
+def test_opening_a_latch_is_one_call_into_c() -> None:
+    """An interrupt cannot land inside of it: there is no Python code in it."""
+    assert type(Latch().open) is type(threading.Lock().release)
+
+
+def test_a_call_collects_an_outcome_per_engine_in_target_order() -> None:
+    """Outcomes come in target order whatever the order in which they settled."""
+    call = pending(2, 0, 1)
+    error = RemoteError("boom", engine=0)
+    call.waiting.pop(1).set_result(Ok("b", 0.1))
+    call.fail(0, error, 100.5)
+    assert list(call.waiting) == [2]
+    call.waiting.pop(2).set_result(Ok("a", 0.2))
+    outcomes = call.outcomes()
+    assert outcomes.method == "sleep"
+    assert list(outcomes.items()) == [(2, Ok("a", 0.2)), (0, Failed(error, 0.5)), (1, Ok("b", 0.1))]
+
+
+def test_outcomes_of_an_unfinished_call_do_not_block() -> None:
+    """Asking too early is a fault that shows at once, not a wait."""
+    with pytest.raises(TimeoutError):
+        pending(0).outcomes()
+
+
+def test_an_engine_cannot_settle_twice() -> None:
+    """A future that was settled is out of reach."""
+    call = pending(0, 1)
+    call.fail(0, RemoteError("first"), 100.0)
+    with pytest.raises(KeyError):
+        call.fail(0, RemoteError("second"), 100.0)
+
+
+def test_size_is_that_of_the_engines_dialect() -> None:
+    """A call has one message per dialect; an engine without one has none."""
+    call = pending(0, cbor=b"12345", msgpack=b"123")
+    assert [call.size(codec) for codec in ("cbor", "msgpack", None)] == [5, 3, 0]
+
+
+@pytest.mark.parametrize("first", [None, HandshakeError("no HELLO")])
+def test_a_startup_ends_once(first: Any) -> None:
+    """The first end counts, and lets the one who waits go."""
+    startup = Startup()
+    before = startup.finished
+    startup.finish(first)
+    startup.finish(HandshakeError("later"))
+    startup.finish()
+    assert (before, startup.finished) == (False, True)
+    assert startup.error is first
+    assert startup.latch.wait(0)
