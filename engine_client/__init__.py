@@ -8,13 +8,14 @@ from __future__ import annotations
 from engine_client._version import __version__
 from engine_client.client import EngineClient, connect, connect_bootstrapped
 from engine_client.deadline import USE_DEFAULT
-from engine_client.engines import EngineInfo
+from engine_client.engines import EngineInfo, Pending
 from engine_client.errors import (
     AbandonedError,
     CallTimeout,
     ClientBrokenError,
     ClientClosedError,
     ConsensusError,
+    DuplicateRequestError,
     EncodeError,
     EngineClientError,
     EngineDeadError,
@@ -27,12 +28,21 @@ from engine_client.errors import (
     RemoteError,
     ReplyError,
     RequestRefusedError,
+    StreamAborted,
+    StreamError,
+    StreamOverflow,
+    StreamTimeout,
     UtilityCallError,
     UtilityTimeoutError,
 )
 from engine_client.lora import LoraRequest
 from engine_client.outcome import Failed, Ok, Outcomes, UtilityCall
+from engine_client.output import Completion, EngineOutput, FinishReason, Logprobs
+from engine_client.request import EngineRequest
+from engine_client.sampling import PoolingParams, SamplingParams
 from engine_client.stats import ClientStats
+from engine_client.stream import RequestStream
+from engine_client.tensors import Tensor
 from engine_client.tools.launcher import launch
 
 __all__ = [
@@ -42,25 +52,40 @@ __all__ = [
     "ClientBrokenError",
     "ClientClosedError",
     "ClientStats",
+    "Completion",
     "ConsensusError",
+    "DuplicateRequestError",
     "EncodeError",
     "EngineClient",
     "EngineClientError",
     "EngineDeadError",
     "EngineError",
     "EngineInfo",
+    "EngineOutput",
+    "EngineRequest",
     "Failed",
+    "FinishReason",
     "HandshakeError",
     "HandshakeTimeout",
+    "Logprobs",
     "LoraRequest",
     "NotSentError",
     "Ok",
     "Outcomes",
+    "Pending",
+    "PoolingParams",
     "ProtocolError",
     "RefusedError",
     "RemoteError",
     "ReplyError",
     "RequestRefusedError",
+    "RequestStream",
+    "SamplingParams",
+    "StreamAborted",
+    "StreamError",
+    "StreamOverflow",
+    "StreamTimeout",
+    "Tensor",
     "UtilityCall",
     "UtilityCallError",
     "UtilityTimeoutError",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Unpack
 
@@ -17,11 +17,17 @@ from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
 from engine_client.dispatch.bootstrap import start
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.sockets import open_transport
-from engine_client.engines import EngineInfo, Targets
+from engine_client.engines import EngineInfo, Pending, Targets
 from engine_client.errors import UtilityCallError
 from engine_client.fanout import note_one_list, settle
+from engine_client.generation import generate
+from engine_client.lora import LoraRequest
 from engine_client.outcome import Outcomes, UtilityCall
+from engine_client.output import Completion
+from engine_client.request import EngineRequest
+from engine_client.sampling import SamplingParams
 from engine_client.stats import ClientStats
+from engine_client.stream import RequestStream, abort, open_stream
 from engine_client.utilities import UtilityMethods
 from engine_client.wire.codec import codec_named
 from engine_client.wire.messages import Init
@@ -61,7 +67,7 @@ class EngineClient(UtilityMethods):
                 alive=record.alive,
                 ready=dict(record.ready),
                 last_seen=None if record.last_seen is None else record.last_seen + offset,
-                in_flight=in_flight[record.index],
+                in_flight=in_flight[record.index] + len(record.requests),
                 cause_of_death=record.death,
             )
             for record in registry.engines.values()
@@ -208,6 +214,125 @@ class EngineClient(UtilityMethods):
             raise TypeError("call must be a UtilityCall, not None")
         return undo(self._dispatcher, outcomes, undo_call, self._seconds(timeout))
 
+    # -- requests -------------------------------------------------------------------------------
+
+    def call(self, request: EngineRequest) -> RequestStream:
+        """Send a request to one engine and stream its outputs.
+
+        The engine is ``request.data_parallel_rank``, or the least loaded living one that is fit
+        for it.  The stream exists before the request is sent: an interrupt at any point aborts it.
+
+        What would kill or deafen an engine is refused here.  What the client cannot know is yours
+        to check: a token id beyond the vocabulary ends the engine.
+
+        Returns:
+            The stream; iterate over it, leave it early at any time.
+
+        Raises:
+            DuplicateRequestError: the request id is in use.
+            RequestRefusedError: no living engine can take it; nothing was sent.
+            EngineDeadError: its engine, or every engine, is dead; nothing was sent.
+            NotSentError: its engine was sent too much since it was last heard.
+            EncodeError: a part of it cannot be sent.
+            ClientClosedError, ClientBrokenError: the client ended.
+        """
+        return open_stream(self._dispatcher, request)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: LoraRequest | None = None,
+        progress: bool = False,
+        max_in_flight: int = 256,
+        timeout: Timeout = USE_DEFAULT,
+    ) -> list[Completion]:
+        """Complete a batch of prompts on all living engines.
+
+        A prompt that fails does not stop the others: its completion has the error, and the tokens
+        that came before.  An interrupt aborts what runs.
+
+        Args:
+            prompts: one list of token ids for each.
+            sampling_params: for all, or one for each; left out: ``SamplingParams()``.
+            lora_request: an adapter for all, loaded before by :meth:`add_lora`.
+            progress: show a bar (with the package tqdm), or a log line every few seconds.
+            max_in_flight: how many requests are live at once.
+            timeout: seconds for the whole batch; what is not finished then has a
+                ``StreamTimeout``.  Left out: the client's default.
+
+        Returns:
+            The completions, in the order of the prompts.
+        """
+        return generate(
+            self._dispatcher,
+            prompts,
+            sampling_params,
+            lora_request=lora_request,
+            progress=progress,
+            max_in_flight=max_in_flight,
+            timeout=self._seconds(timeout),
+        )
+
+    def abort(
+        self, *request_ids: str, confirm: bool = False, timeout: Timeout = USE_DEFAULT
+    ) -> None:
+        """Stop requests; their streams end with ``FinishReason.ABORT`` behind what they hold.
+
+        Ids that are not live are ignored.  Engines are told once each.
+
+        Args:
+            *request_ids: the ids that the requests were made with.
+            confirm: return only when each engine has handled it (a harmless call behind the abort
+                is answered).
+            timeout: seconds to wait for that.
+
+        Raises:
+            UtilityCallError: with ``confirm``, an engine did not answer; ``outcomes`` says which.
+        """
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise TypeError(
+                    f"request ids are strings, not {request_id!r}; pass several one by one"
+                )
+        seconds = self._seconds(timeout)
+        self._dispatcher.check_usable()
+        requests = self._dispatcher.requests.find(request_ids)
+        abort(self._dispatcher, requests)
+        engines = sorted({request.engine for request in requests})
+        if confirm and engines:
+            alive = set(self._dispatcher.registry.alive())
+            still = [index for index in engines if index in alive]
+            if still:
+                settle(self._dispatcher, "is_sleeping", (), engines=still, timeout=seconds).unwrap()
+
+    def abort_all(self) -> None:
+        """Stop every live request of this client."""
+        self._dispatcher.check_usable()
+        abort(self._dispatcher, self._dispatcher.requests.live())
+
+    @property
+    def active_requests(self) -> int:
+        """Requests whose streams have not ended."""
+        self._check_process()
+        return len(self._dispatcher.requests.live())
+
+    def pending(self) -> list[Pending]:
+        """What engines have not settled: utility calls and requests, oldest first."""
+        self._check_process()
+        now = time.monotonic()
+        found = [
+            Pending("call", call.method, index, now - call.started)
+            for call in self._dispatcher.registry.calls()
+            for index in list(call.waiting)
+        ]
+        found += [
+            Pending("request", request.request_id, request.engine, now - request.started)
+            for request in self._dispatcher.requests.live()
+        ]
+        return sorted(found, key=lambda pending: -pending.age)
+
     # -- life cycle -----------------------------------------------------------------------------
 
     def close(self, timeout: Timeout = USE_DEFAULT) -> None:
@@ -263,7 +388,9 @@ class EngineClient(UtilityMethods):
             return f"<EngineClient {'closed' if broken is None else f'broken: {broken!r}'}>"
         records = dispatcher.registry.engines.values()
         alive = sum(record.alive for record in records)
-        return f"<EngineClient open: {alive} of {len(records)} engines alive>"
+        requests = sum(len(record.requests) for record in records)
+        live = f", {requests} requests" if requests else ""
+        return f"<EngineClient open: {alive} of {len(records)} engines alive{live}>"
 
     def _repr_html_(self) -> str:
         rows = [info._row() for info in self.engines]
@@ -314,6 +441,7 @@ def connect(
     connect_timeout: float | None = 600.0,
     close_timeout: float | None = 5.0,
     max_message_size: int = 2**30,
+    max_pending_outputs: int = 16_384,
     max_unanswered_bytes: int = 2**30,
     heartbeat_interval: float | Literal["auto"] | None = "auto",
     slow_call_warning: float | None = 30.0,
@@ -341,6 +469,8 @@ def connect(
         connect_timeout: seconds for the whole start, all engines together; None for no limit.
         close_timeout: default time limit of :meth:`EngineClient.close`.
         max_message_size: bytes; a larger message counts as malformed.
+        max_pending_outputs: outputs of one request that may lie unread; at more it is aborted and
+            its stream ends with ``StreamOverflow``.
         max_unanswered_bytes: an engine that was sent more than this since it was last heard is
             sent no more calls until it is heard again.
         heartbeat_interval: seconds between ZeroMQ heartbeats; ``"auto"``: none on ipc and
@@ -366,6 +496,7 @@ def connect(
         connect_timeout=connect_timeout,
         close_timeout=close_timeout,
         max_message_size=max_message_size,
+        max_pending_outputs=max_pending_outputs,
         max_unanswered_bytes=max_unanswered_bytes,
         heartbeat_interval=heartbeat_interval,
         slow_call_warning=slow_call_warning,

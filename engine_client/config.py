@@ -42,6 +42,7 @@ class Settings(TypedDict, total=False):
     connect_timeout: float | None
     close_timeout: float | None
     max_message_size: int
+    max_pending_outputs: int
     max_unanswered_bytes: int
     heartbeat_interval: float | Literal["auto"] | None
     slow_call_warning: float | None
@@ -59,6 +60,7 @@ class ClientConfig:
     connect_timeout: float | None = 600.0
     close_timeout: float | None = 5.0
     max_message_size: int = 2**30
+    max_pending_outputs: int = 16_384
     max_unanswered_bytes: int = 2**30
     heartbeat_interval: float | Literal["auto"] | None = "auto"
     slow_call_warning: float | None = 30.0
@@ -87,7 +89,7 @@ class ClientConfig:
             fix(name, parse_timeout(getattr(self, name), name=name))
         if self.slow_call_warning == 0:
             raise ValueError("slow_call_warning must be more than 0 seconds, or None for none")
-        for name in ("max_message_size", "max_unanswered_bytes"):
+        for name in ("max_message_size", "max_pending_outputs", "max_unanswered_bytes"):
             fix(name, check_count(name, getattr(self, name), least=1))
         if self.heartbeat_interval != "auto":
             seconds = parse_timeout(self.heartbeat_interval, name="heartbeat_interval")

@@ -12,6 +12,7 @@ from engine_client import _render
 __all__ = [
     "MAX_ENGINES",
     "EngineInfo",
+    "Pending",
     "Targets",
     "engine_id",
     "engine_index",
@@ -84,6 +85,18 @@ def resolve_targets(targets: object, known: Sequence[int]) -> tuple[int, ...] | 
             f"engines names {engine_names(unknown)}, but this client has {engine_names(known)}"
         )
     return tuple(indices)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Something that an engine has not settled (a snapshot)."""
+
+    kind: Literal["call", "request"]
+    name: str
+    """The utility method, or the request id."""
+    engine: int
+    age: float
+    """Seconds since the caller began it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,17 @@ def _encode(
     request = UtilityRequest(dispatcher.config.client_index, call_id, method, checked).to_plain()
     dialects = {engines[index].codec for index in targets}
     payloads = {name: codec_named(name).encode(request) for name in dialects if name is not None}
-    return PendingCall(call_id, method, targets, payloads, deadline, time.monotonic())
+    call = PendingCall(call_id, method, targets, payloads, deadline, time.monotonic())
+    if method in ("add_lora", "remove_lora"):
+        call.lora = _lora_id(method, checked)
+    return call
+
+
+def _lora_id(method: str, args: list[Any]) -> int | None:
+    first = args[0] if args else None
+    if method == "add_lora" and isinstance(first, list) and len(first) > 1:
+        first = first[1]
+    return first if isinstance(first, int) else None
 
 
 def _wait(dispatcher: Dispatcher, call: PendingCall) -> None:

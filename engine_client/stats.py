@@ -20,6 +20,14 @@ class ClientStats:
     """Messages read from the output socket."""
     calls: int = 0
     """Utility calls sent (a fan-out counts once)."""
+    requests: int = 0
+    """Generation and pooling requests sent."""
+    aborts: int = 0
+    """Requests that engines were told to stop."""
+    outputs: int = 0
+    """Outputs of requests received."""
+    late_outputs: int = 0
+    """Outputs whose request had ended here; dropped."""
     late_replies: int = 0
     """Replies whose waiter was gone, unknown, or answered already; dropped."""
     malformed_messages: int = 0

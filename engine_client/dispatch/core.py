@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from engine_client.dispatch.registry import Registry
+from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.waiting import PendingCall, Startup
 from engine_client.engines import engine_id, engine_index, engine_names
 from engine_client.errors import (
@@ -80,8 +81,8 @@ class Outgoing(NamedTuple):
     engine: int
     frames: tuple[bytes, ...]
     """Identity first."""
-    call: PendingCall | None = None
-    """The call that fails when the engine cannot be reached."""
+    work: PendingCall | PendingRequest | None = None
+    """The call or request that fails when the engine cannot be reached."""
 
 
 class Connection:
@@ -144,6 +145,7 @@ class Core:
     Args:
         indices: the engines.
         registry: where waiters are settled.
+        requests: where outputs are delivered.
         startup: told when all engines are ready, or that they cannot become so.
         stats: counters.
         codec: ``"auto"``, or the dialect that every engine must speak.
@@ -157,6 +159,7 @@ class Core:
         self,
         indices: Sequence[int],
         registry: Registry,
+        requests: RequestTable,
         startup: Startup,
         stats: ClientStats,
         *,
@@ -167,6 +170,7 @@ class Core:
         max_message_size: int,
     ) -> None:
         self.registry = registry
+        self.requests = requests
         self.startup = startup
         self.stats = stats
         self.outgoing: deque[Outgoing] = deque()
@@ -442,9 +446,10 @@ class Core:
             peer.handshake = ClientHandshake()
             return
         why = "it cannot be reached (no connection)"
-        call = item.call
-        if call is not None:
-            call.sent.discard(item.engine)
+        if isinstance(item.work, PendingCall):
+            item.work.sent.discard(item.engine)
+        elif item.work is not None:
+            item.work.sent = False
         if self.registry.engines[item.engine].alive:
             self._die(peer, why, now, lost="input")
 
@@ -492,7 +497,14 @@ class Core:
             f"engine {peer.index} died before it replied to {{method}}: {why}",
             now,
         )
-        logger.warning("engine %d is dead: %s (waiting calls failed: %d)", peer.index, why, failed)
+        failed += self.requests.fail_engine(
+            peer.index,
+            EngineDeadError,
+            f"engine {peer.index} died before it finished {{method}}: {why}",
+        )
+        logger.warning(
+            "engine %d is dead: %s (calls and requests failed: %d)", peer.index, why, failed
+        )
 
     def _replaced(self, peer: Peer, how: str, now: float) -> None:
         """The old incarnation of an engine is gone; the new one is there already."""
@@ -503,8 +515,13 @@ class Core:
             f"engine {peer.index} was replaced before it replied to {{method}}: {how}",
             now,
         )
+        failed += self.requests.fail_engine(
+            peer.index,
+            EngineDeadError,
+            f"engine {peer.index} was replaced before it finished {{method}}: {how}",
+        )
         logger.warning(
-            "engine %d was replaced: %s (waiting calls failed: %d)", peer.index, how, failed
+            "engine %d was replaced: %s (calls and requests failed: %d)", peer.index, how, failed
         )
         for connection in (peer.input, peer.output):
             if connection is not None:
@@ -635,9 +652,10 @@ class Core:
             self.stats.late_replies += 1
             return
         reply = message.utility
-        if reply is None:
-            self.registry.heard(index, now)
-            return
+        if reply is None or message.outputs or message.finished_requests:
+            self._deliver(message, frames, now)
+            if reply is None:
+                return
         call_id = reply.call_id
         error: EngineError | None = None
         if reply.failure is not None:
@@ -650,6 +668,14 @@ class Core:
             else:
                 self.stats.late_replies += 1
                 logger.debug("late reply of engine %d to call %d dropped", index, call_id)
+
+    def _deliver(self, message: Outputs, frames: Sequence[bytes], now: float) -> None:
+        late, faults = self.requests.deliver(message, frames, now)
+        self.stats.outputs += len(message.outputs)
+        self.stats.late_outputs += late
+        for fault in faults:
+            self.stats.malformed_messages += 1
+            logger.warning("in a message of engine %d: %s", message.engine_index, fault)
 
     def _decode(self, main: bytes, size: int, connection: Connection | None) -> Outputs:
         if size > self._max_message_size:
@@ -712,6 +738,12 @@ class Core:
                 f"could not be decoded: {exc}",
                 now,
             )
+            self.requests.fail_engine(
+                peer.index,
+                ReplyError,
+                f"a message of engine {peer.index}, which may have been an output of {{method}}, "
+                f"could not be decoded: {exc}",
+            )
 
     def _sentinel(self, connection: Connection | None, now: float) -> None:
         if connection is None or connection.retired:
@@ -727,6 +759,41 @@ class Core:
             self._check_outputs(now, loss=True, ask_after=0.0)
 
     # -- calls ------------------------------------------------------------------------------------
+
+    def submit_request(self, request: PendingRequest) -> None:
+        """A request came out of the outbox; one that was left meanwhile is never sent."""
+        if request.cancelled or request.finished:
+            return
+        engine = self.registry.engines[request.engine]
+        frames = request.payloads.get(engine.codec or "")
+        if frames is None:
+            self.requests.fail(
+                request,
+                NotSentError(
+                    f"engine {engine.index} was replaced by one that speaks {engine.codec}",
+                    engine=engine.index,
+                ),
+            )
+            return
+        self.stats.requests += 1
+        request.sent = True
+        self.outgoing.append(
+            Outgoing("input", engine.index, (engine.id, RequestType.ADD, *frames), request)
+        )
+
+    def abort(self) -> None:
+        """Tell engines to stop what was left here: one message for each."""
+        by_engine: dict[int, list[str]] = {}
+        for request in self.requests.take_aborts():
+            by_engine.setdefault(request.engine, []).append(request.wire_id)
+        for index, wire_ids in by_engine.items():
+            engine = self.registry.engines[index]
+            if engine.alive and engine.codec is not None:
+                self.stats.aborts += len(wire_ids)
+                payload = codec_named(engine.codec).encode(Abort(tuple(wire_ids)).to_plain())
+                self.outgoing.append(
+                    Outgoing("input", index, (engine.id, RequestType.ABORT, payload))
+                )
 
     def submit(self, call: PendingCall, now: float) -> None:
         """A call came out of the outbox: its messages, for all engines before any is waited for.

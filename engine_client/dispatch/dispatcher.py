@@ -29,6 +29,7 @@ from engine_client.deadline import Deadline
 from engine_client.dispatch.core import Core, Side
 from engine_client.dispatch.outbox import Outbox
 from engine_client.dispatch.registry import Registry
+from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.sockets import Transport, read_monitor
 from engine_client.dispatch.waiting import Latch, PendingCall, Startup
 from engine_client.errors import ClientBrokenError, ClientClosedError
@@ -89,15 +90,18 @@ class Dispatcher:
         self.addresses = dict(transport.addresses)
         self.owner_pid = os.getpid()
         self.registry = Registry(config.engines, config.max_unanswered_bytes)
-        self.outbox: Outbox[PendingCall] = Outbox()
+        self.outbox: Outbox[PendingCall | PendingRequest] = Outbox()
+        self.requests = RequestTable(self.registry, config.max_pending_outputs)
         self.stats = ClientStats()
         self.startup = Startup()
         # Unique across restarts of the client too: a late answer to a previous one's call never
         # matches.  Below 2**53, which every language's numbers hold.
         self.call_ids: Iterator[int] = itertools.count(secrets.randbits(52) + 1)
+        self.request_numbers: Iterator[int] = itertools.count(secrets.randbits(32))
         self.core = Core(
             config.engines,
             self.registry,
+            self.requests,
             self.startup,
             self.stats,
             codec=config.codec,
@@ -110,7 +114,7 @@ class Dispatcher:
         self._processes = processes
         self._connection_events: list[tuple[Side, int, int]] = []
         """Losses, and arrivals on a descriptor that was lost, not yet acted upon."""
-        self._requests: deque[tuple[Deadline, Latch]] = deque()
+        self._closers: deque[tuple[Deadline, Latch]] = deque()
         self._finished = False
         self._thread = threading.Thread(
             target=self._run, name=f"engine-client-dispatcher-{next(_numbers)}", daemon=True
@@ -177,7 +181,7 @@ class Dispatcher:
             A latch that opens when the client has ended.
         """
         latch = Latch()
-        self._requests.append((deadline, latch))
+        self._closers.append((deadline, latch))
         self.outbox.wakeup.poke()
         if self._finished:
             # The dispatcher may have looked for the last time before the append.
@@ -192,7 +196,7 @@ class Dispatcher:
     def _release(self) -> None:
         with suppress(IndexError):
             while True:
-                self._requests.popleft()[1].open()
+                self._closers.popleft()[1].open()
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -207,7 +211,7 @@ class Dispatcher:
             self._end(cause)
 
     def _loop(self) -> None:
-        core, outbox, registry = self.core, self.outbox, self.registry
+        core, outbox, registry, requests = self.core, self.outbox, self.registry, self.requests
         sockets = self._transport.sockets
         handshake, inputs, outputs = sockets.get("handshake"), sockets["input"], sockets["output"]
         monitors = tuple(self._transport.monitors.values())
@@ -219,7 +223,7 @@ class Dispatcher:
             if source is not None
         ]
         clock = time.monotonic
-        while not self._requests:
+        while not self._closers:
             timer = core.next_timer()
             # Rounded up: a poll that ends a fraction too early would spin.
             wait = -1 if timer is None else max(0, int((timer - clock()) * 1e3) + 1)
@@ -231,8 +235,7 @@ class Dispatcher:
             if wakeup.fd in ready:
                 ready.discard(wakeup.fd)
                 wakeup.drain()
-                for call in outbox.take():
-                    core.submit(call, now)
+                self._take_work(now)
             if registry.abandoned:
                 registry.drain()
             if ready or self._connection_events:
@@ -245,8 +248,29 @@ class Dispatcher:
                     polled.remove((reports, zmq.POLLIN))
             if timer is not None:
                 core.tick(now)
+            if requests.to_abort or requests.abandoned:
+                self._abort_left()
             if core.outgoing:
                 self._flush(now)
+
+    def _take_work(self, now: float) -> None:
+        """Take what callers handed over, and what they left."""
+        core = self.core
+        # In this order.  A request's abort comes after its ADD, or the ADD is never sent; and what
+        # a caller handed over after an abort is sent after it.
+        work = self.outbox.take()
+        self._abort_left()
+        for item in work:
+            if isinstance(item, PendingCall):
+                core.submit(item, now)
+            else:
+                core.submit_request(item)
+
+    def _abort_left(self) -> None:
+        requests = self.requests
+        requests.drain()
+        if requests.to_abort:
+            self.core.abort()
 
     def _flush(self, now: float) -> None:
         """Send what the core left, in order."""
@@ -277,7 +301,7 @@ class Dispatcher:
                 core.unreachable(item, now)
                 continue
             self.stats.sent += 1
-            if item.call is None:
+            if item.work is None:
                 core.reached(item, now)
 
     def _read_outputs(self, now: float, limit: int | None = None) -> None:
@@ -358,11 +382,17 @@ class Dispatcher:
 
     def _end(self, cause: BaseException | None) -> None:
         """Refuse new work, settle every waiter, close everything, let the closers go."""
-        deadline = self._requests[0][0] if self._requests else Deadline(self.config.close_timeout)
+        deadline = self._closers[0][0] if self._closers else Deadline(self.config.close_timeout)
         try:
             self.outbox.close()
-            self.registry.end(cause, time.monotonic())
+            now = time.monotonic()
+            self.registry.end(cause, now)
+            self.requests.end(self.ended_error)
             self.startup.finish(self.ended_error())
+            # Engines must not go on working for nobody.
+            self.core.abort()
+            with suppress(zmq.ZMQError):
+                self._flush(now)
         finally:
             try:
                 if self._processes is not None:

@@ -22,7 +22,21 @@ __all__ = ["EngineRecord", "Registry"]
 class EngineRecord:
     """What callers see of one engine.  The dispatcher writes it, under the registry lock."""
 
-    __slots__ = ("alive", "codec", "death", "id", "index", "last_seen", "ready", "unanswered")
+    __slots__ = (
+        "alive",
+        "codec",
+        "death",
+        "id",
+        "index",
+        "last_seen",
+        "loras",
+        "ready",
+        "requests",
+        "running",
+        "tasks",
+        "unanswered",
+        "waiting",
+    )
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -36,6 +50,44 @@ class EngineRecord:
         """Monotonic time of its last message."""
         self.unanswered = 0
         """Bytes handed to it since it was last heard."""
+        self.requests: set[str] = set()
+        """Wire ids of its live requests."""
+        self.loras: set[int] = set()
+        """Ids of the adapters that this client loaded on it and did not remove."""
+        self.tasks: tuple[str, ...] | None = None
+        """What its model can do; None until somebody needed to know."""
+        self.running: int | None = None
+        """Requests that run on it by its own last report; None before one."""
+        self.waiting = 0
+        """Requests that wait on it by its own last report."""
+
+    def reset(self) -> None:
+        """Forget what a process knew that is gone."""
+        self.unanswered = 0
+        self.loras = set()
+        self.tasks = None
+        self.running = None
+        self.waiting = 0
+
+    def note_lora(self, method: str, lora: int, value: Any) -> None:
+        """Take note of an adapter that this client loaded or removed."""
+        if method == "remove_lora":
+            self.loras.discard(lora)
+        elif value is not False:
+            self.loras.add(lora)
+
+    def report(self, stats: Mapping[Any, Any]) -> None:
+        """Take the engine's own count of its requests, from its scheduler statistics."""
+        running, waiting = stats.get("num_running_reqs"), stats.get("num_waiting_reqs")
+        if isinstance(running, int) and isinstance(waiting, int):
+            self.running, self.waiting = running, waiting
+
+    def load(self) -> tuple[int, int]:
+        """How busy it is, then its index: the order in which engines are chosen."""
+        load = len(self.requests)
+        if self.running is not None:
+            load = max(load, self.running + self.waiting) + 3 * self.waiting
+        return load, self.index
 
     @property
     def in_lockstep(self) -> bool:
@@ -48,7 +100,7 @@ class Registry:
     """The waiters of one client.  Every public method takes the lock itself."""
 
     def __init__(self, indices: Sequence[int], max_unanswered_bytes: int) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._calls: dict[int, PendingCall] = {}
         self._max_unanswered = max_unanswered_bytes
         self.engines = {index: EngineRecord(index) for index in indices}
@@ -62,7 +114,7 @@ class Registry:
 
     def _drain(self) -> None:
         """Unregister what was abandoned.  Requires the lock."""
-        assert self._lock.locked()
+        assert self.lock.locked()
         # Read the head, unregister it, then pop it: an interrupt in between leaves it to the
         # next drain.  Popping first loses it.
         while self.abandoned:
@@ -72,7 +124,7 @@ class Registry:
     def drain(self) -> None:
         """Unregister the calls that were abandoned."""
         if self.abandoned:
-            with self._lock:
+            with self.lock:
                 self._drain()
 
     # -- callers ------------------------------------------------------------------------------
@@ -88,7 +140,7 @@ class Registry:
         Returns:
             Whether it was registered.  False also when the client has ended.
         """
-        with self._lock:
+        with self.lock:
             self._drain()
             if self.ended:
                 return False
@@ -97,12 +149,10 @@ class Registry:
                 engine = self.engines[index]
                 if not engine.alive:
                     refused[index] = _dead(engine)
-                elif engine.unanswered > self._max_unanswered:
-                    refused[index] = NotSentError(
-                        f"engine {index} has not been heard since {engine.unanswered:,} bytes "
-                        f"were sent to it (max_unanswered_bytes); it is stopped or very busy",
-                        engine=index,
-                    )
+                else:
+                    flooded = self.flooded(engine)
+                    if flooded is not None:
+                        refused[index] = flooded
             if refused and not each:
                 names = ", ".join(map(str, refused))
                 for index in call.targets:
@@ -121,26 +171,42 @@ class Registry:
                 engine.unanswered += call.size(engine.codec)
             return True
 
+    def flooded(self, engine: EngineRecord) -> NotSentError | None:
+        """Why an engine is sent no more; None where it is.  Requires the lock."""
+        assert self.lock.locked()
+        if engine.unanswered <= self._max_unanswered:
+            return None
+        return NotSentError(
+            f"engine {engine.index} has not been heard since {engine.unanswered:,} bytes were sent "
+            f"to it (max_unanswered_bytes); it is stopped or very busy",
+            engine=engine.index,
+        )
+
     def alive(self) -> tuple[int, ...]:
         """The engines that accept calls."""
-        with self._lock:
+        with self.lock:
             return tuple(index for index, engine in self.engines.items() if engine.alive)
+
+    def learn_tasks(self, index: int, tasks: tuple[str, ...]) -> None:
+        """Remember what an engine's model can do, for the life of its process."""
+        with self.lock:
+            self.engines[index].tasks = tasks
 
     def pending(self) -> int:
         """Waiters that are registered, one per engine and call."""
-        with self._lock:
+        with self.lock:
             self._drain()
             return sum(len(call.waiting) for call in self._calls.values())
 
     def calls(self) -> list[PendingCall]:
         """The registered calls, oldest first."""
-        with self._lock:
+        with self.lock:
             self._drain()
             return list(self._calls.values())
 
     def progress(self, call: PendingCall) -> tuple[tuple[int, ...], dict[int, EngineError]]:
         """The engines still outstanding in a registered call, and the failures already known."""
-        with self._lock:
+        with self.lock:
             failures = {}
             for index, future in call.futures.items():
                 if index not in call.waiting:
@@ -161,7 +227,7 @@ class Registry:
 
     def _settled(self, call: PendingCall) -> None:
         """Unregister a call that nobody is outstanding in, and let its caller go."""
-        assert self._lock.locked()
+        assert self.lock.locked()
         if not call.waiting:
             del self._calls[call.call_id]
             call.latch.open()
@@ -170,7 +236,7 @@ class Registry:
         self, index: int, call_id: int, error: EngineError | None, value: Any, now: float
     ) -> bool:
         """Settle one engine's part of a call; False when nobody waits for it."""
-        with self._lock:
+        with self.lock:
             engine = self.engines[index]
             engine.unanswered = 0
             engine.last_seen = now
@@ -179,6 +245,8 @@ class Registry:
                 return False
             if error is None:
                 call.waiting.pop(index).set_result(Ok(value, now - call.started))
+                if call.lora is not None:
+                    engine.note_lora(call.method, call.lora, value)
             else:
                 call.fail(index, error, now)
             self._settled(call)
@@ -186,7 +254,7 @@ class Registry:
 
     def fail(self, index: int, call_id: int, error: EngineError, now: float) -> None:
         """Settle one engine's part of a call, if it still waits, without the engine's doing."""
-        with self._lock:
+        with self.lock:
             call = self._calls.get(call_id)
             if call is not None and index in call.waiting:
                 call.fail(index, error, now)
@@ -194,13 +262,13 @@ class Registry:
 
     def heard(self, index: int, now: float) -> None:
         """An engine said something that settles nothing."""
-        with self._lock:
+        with self.lock:
             engine = self.engines[index]
             engine.unanswered = 0
             engine.last_seen = now
 
     def _waiting_on(self, index: int) -> Iterator[PendingCall]:
-        assert self._lock.locked()
+        assert self.lock.locked()
         return (call for call in list(self._calls.values()) if index in call.waiting)
 
     def fail_engine(self, index: int, kind: type[EngineError], text: str, now: float) -> int:
@@ -213,7 +281,7 @@ class Registry:
             now: monotonic time.
         """
         failed = 0
-        with self._lock:
+        with self.lock:
             self._drain()
             for call in self._waiting_on(index):
                 sent = index in call.sent
@@ -232,31 +300,31 @@ class Registry:
 
     def register_engine(self, index: int, codec: str, ready: Mapping[str, Any], now: float) -> None:
         """An engine registered and accepts calls."""
-        with self._lock:
+        with self.lock:
             engine = self.engines[index]
             engine.codec = codec
             engine.ready = ready
             engine.alive = True
             engine.death = None
             engine.last_seen = now
-            engine.unanswered = 0
+            engine.reset()
 
     def revive_engine(self, index: int) -> None:
         """An engine that was only disconnected is back."""
-        with self._lock:
+        with self.lock:
             self.engines[index].alive = True
             self.engines[index].death = None
             self.engines[index].unanswered = 0
 
     def bury_engine(self, index: int, why: str) -> None:
         """An engine died: refuse calls to it from now on."""
-        with self._lock:
+        with self.lock:
             self.engines[index].alive = False
             self.engines[index].death = why
 
     def end(self, cause: BaseException | None, now: float) -> None:
         """Refuse new calls and settle all waiters: the client ends."""
-        with self._lock:
+        with self.lock:
             self._drain()
             self.ended = True
             self.closing_cause = cause

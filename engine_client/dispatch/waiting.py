@@ -1,4 +1,4 @@
-"""Where a caller can block: on a call's latch, and nowhere else.
+"""Where a caller can block: on a latch, and nowhere else.
 
 A latch is a bare ``threading.Lock`` used once.  ``Future.result()``, ``Event``, ``Condition`` and
 ``queue.Queue`` are not used to block on: their ``__enter__`` is Python code, and a Ctrl-C that
@@ -9,14 +9,19 @@ lands after it took its inner lock leaves that lock held for ever; the dispatche
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
+from typing import Generic, TypeVar
 
 from engine_client.deadline import Deadline
 from engine_client.errors import EngineError
 from engine_client.outcome import Failed, Outcome, Outcomes
 
-__all__ = ["Latch", "PendingCall", "Startup"]
+__all__ = ["Latch", "Mailbox", "PendingCall", "Startup"]
+
+
+T = TypeVar("T")
 
 
 class Latch:
@@ -30,9 +35,44 @@ class Latch:
         # Bound here: opening is then one C call, which an interrupt cannot split.
         self.open: Callable[[], None] = self._lock.release
 
+    def open_once(self) -> None:
+        """Open it unless it is open; callers must be serialised by a lock."""
+        if self._lock.locked():
+            self.open()
+
     def wait(self, timeout: float = -1) -> bool:
         """Block until open; False when ``timeout`` seconds passed first (-1: no limit)."""
         return self._lock.acquire(timeout=timeout)
+
+
+class Mailbox(Generic[T]):
+    """A queue with one reader, who may be interrupted anywhere and loses nothing.
+
+    The reader looks at ``items[0]``, uses it, and pops it then; only when there is none it waits.
+    Writers must be serialised by a lock.
+    """
+
+    __slots__ = ("_waiter", "items")
+
+    def __init__(self) -> None:
+        self.items: deque[T] = deque()
+        self._waiter: Latch | None = None
+
+    def put(self, item: T) -> None:
+        """Add an item and wake the reader."""
+        self.items.append(item)
+        waiter = self._waiter
+        if waiter is not None:
+            # In this order a writer that is interrupted here and tries again wakes the reader.
+            waiter.open_once()
+            self._waiter = None
+
+    def wait(self, deadline: Deadline, at_most: float | None = None) -> bool:
+        """Block until there is an item (reader only); False when the time ran out first."""
+        latch = Latch()
+        # Announced before the look: a writer who comes between the two opens it.
+        self._waiter = latch
+        return bool(self.items) or latch.wait(deadline.lock_timeout(at_most)) or bool(self.items)
 
 
 class PendingCall:
@@ -49,6 +89,7 @@ class PendingCall:
         "futures",
         "handed_over",
         "latch",
+        "lora",
         "method",
         "payloads",
         "refused",
@@ -86,6 +127,8 @@ class PendingCall:
         self.refused: set[int] = set()
         """Engines for which it failed before it was sent (dispatcher only); never sent to them."""
         self.latch = Latch()
+        self.lora: int | None = None
+        """The adapter that it loads or removes."""
 
     def size(self, codec: str | None) -> int:
         """Bytes of the message for an engine of this dialect."""

@@ -1,0 +1,157 @@
+"""One generation or pooling request, as a caller describes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from engine_client.errors import RequestRefusedError
+from engine_client.lora import LoraRequest
+from engine_client.sampling import PoolingParams, SamplingParams, check_int, check_token_ids
+from engine_client.tensors import Tensor, lift_tensors
+
+__all__ = ["EngineRequest"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request for one engine: the 22 fields of a vLLM 0.32 request, most with defaults.
+
+    Raises:
+        RequestRefusedError: a value that an engine would not survive.
+        TypeError: a value of a wrong type.
+    """
+
+    request_id: str
+    """The caller's name for it; unique among this client's live requests."""
+    prompt_token_ids: Sequence[int] | None = None
+    sampling_params: SamplingParams | None = None
+    """Left out together with ``pooling_params``: ``SamplingParams()``."""
+    pooling_params: PoolingParams | None = None
+    mm_features: Sequence[Mapping[str, Any]] | None = None
+    """Multimodal inputs, in the protocol's maps; arrays in them are :class:`Tensor`."""
+    arrival_time: float | None = None
+    """Unix time in seconds; left out: now."""
+    lora_request: LoraRequest | None = None
+    cache_salt: str | None = None
+    data_parallel_rank: int | None = None
+    """The engine that must serve it; left out: the least loaded one."""
+    prompt_embeds: Tensor | None = None
+    prompt_is_token_ids: Sequence[bool] | None = None
+    priority: int = 0
+    trace_headers: Mapping[str, str] | None = None
+    resumable: bool = False
+    """Not supported: it needs one id on the wire twice."""
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: Mapping[str, Any] | None = None
+    abort_immediately: bool = False
+    session_id: str | None = None
+    kv_hints: Mapping[str, Any] | None = None
+    allow_unloaded_lora: bool = False
+    """Let the engine load the adapter of ``lora_request`` itself.  If it cannot, it dies."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.request_id, str):
+            raise TypeError(f"request_id must be a string, not {self.request_id!r}")
+        if not self.request_id:
+            raise RequestRefusedError("request_id is empty")
+        if self.prompt_token_ids is None and self.prompt_embeds is None:
+            raise RequestRefusedError("prompt_token_ids is missing: a request needs a prompt")
+        if self.prompt_token_ids is not None:
+            check_token_ids("prompt_token_ids", self.prompt_token_ids, optional=False)
+            if len(self.prompt_token_ids) == 0:
+                raise RequestRefusedError("prompt_token_ids is empty: an engine dies of it")
+        for name, kind in (
+            ("sampling_params", SamplingParams),
+            ("pooling_params", PoolingParams),
+            ("lora_request", LoraRequest),
+            ("prompt_embeds", Tensor),
+            ("cache_salt", str),
+            ("session_id", str),
+            ("reasoning_ended", bool),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+        if self.sampling_params is not None and self.pooling_params is not None:
+            raise RequestRefusedError(
+                "sampling_params and pooling_params are both given: a request has one of them"
+            )
+        if self.resumable:
+            raise RequestRefusedError(
+                "resumable=True is not supported: it needs the same id on the wire twice"
+            )
+        check_int("data_parallel_rank", self.data_parallel_rank, 0, optional=True)
+        check_int("priority", self.priority)
+        for name in ("abort_immediately", "allow_unloaded_lora"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        params = self.sampling_params
+        if params is None:
+            return
+        if params.n > 1:
+            raise RequestRefusedError(
+                f"sampling_params.n is {params.n}, but an engine returns one sequence for a "
+                f"request: send {params.n} requests, with seeds of their own"
+            )
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                raise RequestRefusedError(
+                    f"sampling_params.{name} needs a tokenizer, which engines do not have: use "
+                    f"{'stop_token_ids' if name == 'stop' else 'bad_words_token_ids'}"
+                )
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt."""
+        if self.prompt_token_ids is not None:
+            return len(self.prompt_token_ids)
+        assert self.prompt_embeds is not None
+        return self.prompt_embeds.shape[0] if self.prompt_embeds.shape else 0
+
+    def to_plain(
+        self, wire_id: str, client_index: int, frames: list[bytes], *, wave: int = 0
+    ) -> list[Any]:
+        """The 22 positions of the wire.
+
+        Args:
+            wire_id: the id that the engine knows it by.
+            client_index: the frontend that gets the outputs.
+            frames: takes the frames behind the main one.
+            wave: of a lockstep group.
+        """
+        sampling, pooling = self.sampling_params, self.pooling_params
+        if sampling is None and pooling is None:
+            sampling = SamplingParams()
+        params = None if sampling is None else sampling.to_plain()
+        if params and "prompt_logprob_token_ids" in params:
+            params = lift_tensors(params, frames)
+        return [
+            wire_id,
+            self.prompt_token_ids,
+            lift_tensors(self.mm_features, frames),
+            params,
+            None if pooling is None else pooling.to_plain(),
+            time.time() if self.arrival_time is None else float(self.arrival_time),
+            None if self.lora_request is None else self.lora_request.to_plain(),
+            self.cache_salt,
+            self.data_parallel_rank,
+            lift_tensors(self.prompt_embeds, frames),
+            None if self.prompt_is_token_ids is None else list(self.prompt_is_token_ids),
+            client_index,
+            wave,
+            self.priority,
+            None if self.trace_headers is None else dict(self.trace_headers),
+            False,
+            self.request_id,
+            self.reasoning_ended,
+            self.reasoning_parser_kwargs,
+            self.abort_immediately,
+            self.session_id,
+            self.kv_hints,
+        ]

@@ -1,0 +1,316 @@
+"""How a request is sampled or pooled: every parameter of a vLLM 0.32 engine, checked here.
+
+An engine checks its parameters while it decodes them, and an error there ends its input thread: it
+stays alive and hears nothing any more.  So every range is checked before anything is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine_client.errors import RequestRefusedError
+from engine_client.tensors import Tensor
+
+__all__ = ["PoolingParams", "SamplingParams"]
+
+_MAX_INT = 2**63 - 1
+_STRUCTURED = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+POOLING_TASKS = (
+    "embed",
+    "classify",
+    "token_embed",
+    "token_classify",
+    "plugin",
+    "embed&token_classify",
+)
+
+
+def _refuse(name: str, wanted: str, value: object) -> None:
+    raise RequestRefusedError(f"{name} must be {wanted}, not {value!r}")
+
+
+def check_int(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
+    """Refuse what is not an integer of at most 64 bits, or is below ``least``."""
+    if value is None and optional:
+        return
+    wanted = "an integer" if least is None else f"an integer of {least} or more"
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or abs(value) > _MAX_INT
+        or (least is not None and value < least)
+    ):
+        _refuse(name, wanted, value)
+
+
+def check_float(
+    name: str,
+    value: Any,
+    good: Callable[[float], bool],
+    wanted: str,
+) -> None:
+    """Refuse what is not a finite number within its range."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (number and math.isfinite(value) and good(value)):
+        _refuse(name, wanted, value)
+
+
+def check_token_ids(name: str, value: object, *, optional: bool = True) -> None:
+    """Refuse what is not a sequence of token ids (integers from 0)."""
+    if value is None and optional:
+        return
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        _refuse(name, "a sequence of token ids", value)
+        return
+    if len(value) == 0:
+        return
+    kinds = set(map(type, value))
+    if kinds != {int}:
+        wrong = next(item for item in value if type(item) is not int)
+        raise RequestRefusedError(
+            f"{name} must hold token ids (integers), not {wrong!r} ({type(wrong).__name__})"
+        )
+    if min(value) < 0 or max(value) > _MAX_INT:
+        _refuse(name, "token ids from 0", min(value) if min(value) < 0 else max(value))
+
+
+def _check_bool(name: str, value: object, *, optional: bool = False) -> None:
+    if not (isinstance(value, bool) or (optional and value is None)):
+        _refuse(name, "True or False", value)
+
+
+def _check_texts(name: str, value: object) -> None:
+    if value is None:
+        return
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+        _refuse(name, "a string or a sequence of strings", value)
+    elif not all(items):
+        raise RequestRefusedError(f"{name} holds an empty string, which an engine refuses")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How tokens are sampled.
+
+    Names and defaults are vLLM's.  Two fields are this client's: ``eos_token_id`` makes the end of
+    sequence stop a request (an engine knows no tokenizer), and together with ``stop_token_ids`` it
+    tells what ``min_tokens`` holds back.
+
+    Raises:
+        RequestRefusedError: a value that an engine would not survive, or cannot mean.
+    """
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    """-2 to 2."""
+    frequency_penalty: float = 0.0
+    """-2 to 2."""
+    repetition_penalty: float = 1.0
+    """More than 0."""
+    temperature: float = 1.0
+    """0 to 2; below 1e-5 is greedy."""
+    watermarking: bool | None = None
+    top_p: float = 1.0
+    """More than 0, at most 1."""
+    top_k: int = 0
+    """-1 and 0: off."""
+    min_p: float = 0.0
+    """0 to 1."""
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    """Stop strings; matched by the client, which needs a tokenizer for it."""
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """How many alternatives per token; -1: the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Tensor | None = None
+    prompt_logprob_start: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: int = 0
+    stream_interval: int | None = None
+    skip_clone: bool = False
+    output_text_buffer_length: int = 0
+    eos_token_id: int | None = None
+    """The tokenizer's end-of-sequence token; without it, nothing ends a request early."""
+    structured_outputs: Mapping[str, Any] | None = None
+    """One constraint (``json``, ``regex``, ``choice``, ``grammar``, ``json_object`` or
+    ``structural_tag``), and ``_backend`` as the engines were started with."""
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    extra_args: Mapping[str, Any] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_token_ids: Sequence[Sequence[int]] | None = None
+    """Token sequences that must not come; what ``bad_words`` is turned into by a tokenizer."""
+    skip_reading_prefix_cache: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: Mapping[str, int] | None = None
+    """``max_pattern_size``, ``min_pattern_size`` and ``min_count``."""
+    routed_experts_prompt_start: int = 0
+    trace_decode_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_int("n", self.n, 1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            check_float(name, getattr(self, name), lambda v: -2 <= v <= 2, "a number from -2 to 2")
+        check_float("repetition_penalty", self.repetition_penalty, lambda v: v > 0, "more than 0")
+        check_float("temperature", self.temperature, lambda v: 0 <= v <= 2, "a number from 0 to 2")
+        check_float("top_p", self.top_p, lambda v: 0 < v <= 1, "more than 0 and at most 1")
+        check_float("min_p", self.min_p, lambda v: 0 <= v <= 1, "a number from 0 to 1")
+        check_int("top_k", self.top_k, -1)
+        check_int("seed", self.seed, -(2**63 - 1), optional=True)
+        check_int("max_tokens", self.max_tokens, 1)
+        check_int("min_tokens", self.min_tokens, 0)
+        if self.min_tokens > self.max_tokens:
+            raise RequestRefusedError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+            )
+        for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
+            check_int(name, getattr(self, name), -1, optional=True)
+        for name in ("prompt_logprob_start", "stream_interval", "eos_token_id"):
+            check_int(name, getattr(self, name), 0, optional=True)
+        for name in ("output_text_buffer_length", "routed_experts_prompt_start"):
+            check_int(name, getattr(self, name), 0)
+        if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
+            _refuse("output_kind", "0, 1 or 2", self.output_kind)
+        for name in (
+            "stop_token_ids",
+            "logprob_token_ids",
+            "allowed_token_ids",
+            "trace_decode_token_ids",
+        ):
+            check_token_ids(name, getattr(self, name))
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise RequestRefusedError("allowed_token_ids is empty: no token could be sampled")
+        for name in ("stop", "bad_words"):
+            _check_texts(name, getattr(self, name))
+        for name in (
+            "ignore_eos",
+            "flat_logprobs",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "include_stop_str_in_output",
+            "skip_clone",
+        ):
+            _check_bool(name, getattr(self, name))
+        for name in ("watermarking", "skip_reading_prefix_cache"):
+            _check_bool(name, getattr(self, name), optional=True)
+        if self.n > 1 and self.temperature < 1e-5:
+            raise RequestRefusedError("n must be 1 with temperature 0: all would be the same")
+        if self.stop and not self.detokenize:
+            raise RequestRefusedError("stop needs detokenize=True")
+        self._check_maps()
+
+    def _check_maps(self) -> None:
+        for index, word in enumerate(self.bad_words_token_ids or ()):
+            check_token_ids(f"bad_words_token_ids[{index}]", word, optional=False)
+            if len(word) == 0:
+                raise RequestRefusedError(f"bad_words_token_ids[{index}] is empty")
+        for name in ("structured_outputs", "extra_args", "repetition_detection", "logit_bias"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Mapping):
+                _refuse(name, "a mapping", value)
+        for token, bias in (self.logit_bias or {}).items():
+            check_int("a token of logit_bias", token, 0)
+            check_float("a bias of logit_bias", bias, lambda v: True, "a finite number")
+        if self.structured_outputs is not None:
+            given = [key for key in _STRUCTURED if self.structured_outputs.get(key) is not None]
+            if len(given) != 1:
+                raise RequestRefusedError(
+                    f"structured_outputs must have one of {', '.join(_STRUCTURED)}, not "
+                    f"{len(given)}"
+                )
+            if not self.structured_outputs.get("_backend"):
+                raise RequestRefusedError(
+                    "structured_outputs must name the engines' backend in '_backend' "
+                    "('xgrammar', 'guidance', ...): an engine does not choose one itself"
+                )
+        for key, size in (self.repetition_detection or {}).items():
+            check_int(f"repetition_detection[{key!r}]", size, 0)
+
+    def to_plain(self) -> dict[str, Any]:
+        """The wire's map: what differs from the defaults, and the two keys for stopping.
+
+        A :class:`Tensor` stands for itself in it.
+        """
+        plain: dict[str, Any] = {}
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            if value is not default and value != default:
+                plain[_WIRE_NAMES.get(name, name)] = value
+        if isinstance(self.stop, str):
+            plain["stop"] = [self.stop]
+        stops = set(self.stop_token_ids or ())
+        if self.eos_token_id is not None:
+            stops.add(self.eos_token_id)
+            if not self.ignore_eos:
+                plain["_eos_token_id"] = self.eos_token_id
+        plain.pop("eos_token_id", None)
+        if stops:
+            plain["_all_stop_token_ids"] = sorted(stops)
+        return plain
+
+
+_DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
+_WIRE_NAMES = {"bad_words_token_ids": "_bad_words_token_ids"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """How a prompt is pooled into a vector or a score, instead of continued.
+
+    Raises:
+        RequestRefusedError: an unknown task (an engine dies of it), or a value of a wrong type.
+    """
+
+    task: str | None = None
+    """``"embed"``, ``"classify"``, ``"token_embed"``, ``"token_classify"``, ``"plugin"`` or
+    ``"embed&token_classify"``; the engine must list it among its supported tasks."""
+    use_activation: bool | None = None
+    dimensions: int | None = None
+    step_tag_id: int | None = None
+    returned_token_ids: Sequence[int] | None = None
+    requires_token_ids: bool = False
+    skip_reading_prefix_cache: bool | None = None
+    late_interaction_params: Sequence[Any] | None = None
+    extra_kwargs: Mapping[str, Any] | None = None
+    output_kind: int = 2
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in POOLING_TASKS:
+            _refuse("task", f"one of {', '.join(POOLING_TASKS)}", self.task)
+        check_int("dimensions", self.dimensions, 1, optional=True)
+        check_int("step_tag_id", self.step_tag_id, 0, optional=True)
+        check_token_ids("returned_token_ids", self.returned_token_ids)
+        for name in ("use_activation", "skip_reading_prefix_cache"):
+            _check_bool(name, getattr(self, name), optional=True)
+        _check_bool("requires_token_ids", self.requires_token_ids)
+        if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
+            _refuse("output_kind", "0, 1 or 2", self.output_kind)
+
+    def to_plain(self) -> list[Any]:
+        """The wire's ten positions."""
+        return [
+            self.use_activation,
+            self.dimensions,
+            self.step_tag_id,
+            self.returned_token_ids,
+            self.task,
+            self.requires_token_ids,
+            self.skip_reading_prefix_cache,
+            self.late_interaction_params,
+            self.extra_kwargs,
+            self.output_kind,
+        ]

@@ -1,0 +1,339 @@
+"""One request's outputs, as they come; leaving early frees the engine.
+
+The order of a request, and why it is safe to interrupt anywhere: it is checked and encoded; its
+stream is built; it is registered; only then is it handed to the dispatcher, which alone sends.
+Whatever comes in between, the stream is dropped, and what is dropped is appended to the abandoned
+requests: unregistered, and aborted on the engine if that may have it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from types import TracebackType
+from typing import Any
+
+from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
+from engine_client.dispatch.dispatcher import Dispatcher
+from engine_client.dispatch.registry import EngineRecord
+from engine_client.dispatch.requests import Delivery, PendingRequest
+from engine_client.dispatch.waiting import Mailbox
+from engine_client.errors import (
+    ProtocolError,
+    ReplyError,
+    StreamAborted,
+    StreamError,
+    StreamTimeout,
+)
+from engine_client.fanout import settle
+from engine_client.output import EngineOutput, FinishReason
+from engine_client.request import EngineRequest
+from engine_client.wire.codec import codec_named
+from engine_client.wire.plain import plain
+
+__all__ = ["RequestStream", "abort", "leave", "open_stream", "read", "register"]
+
+
+class RequestStream(Iterator[EngineOutput]):
+    """The outputs of one request, in order, each as soon as the engine sends it.
+
+    Iterate over it, or call :meth:`recv`; a ``with`` block, :meth:`close` or just dropping it
+    aborts the request on its engine, once, unless it had ended.  One consumer at a time; it may be
+    handed from thread to thread.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, request: PendingRequest) -> None:
+        self._dispatcher = dispatcher
+        self._request = request
+        self._mailbox = request.mailbox
+        self._items = request.mailbox.items
+        self._ended = False
+        self._left = False
+        self._consumer: int | None = None
+        self._finish_reason: FinishReason | int | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The caller's id of the request."""
+        return self._request.request_id
+
+    @property
+    def engine(self) -> int:
+        """The engine that serves it."""
+        return self._request.engine
+
+    @property
+    def finish_reason(self) -> FinishReason | int | None:
+        """Why it ended; None while outputs are still to be read, and after an error."""
+        return self._finish_reason
+
+    def recv(self, timeout: Timeout = USE_DEFAULT) -> EngineOutput:
+        """Wait for the next output.
+
+        Args:
+            timeout: seconds; None for no limit; left out: the client's default.
+
+        Raises:
+            StreamTimeout: none came in time; the stream goes on.
+            StreamError: it ended before; ``StreamAborted`` if you left it.
+            StreamOverflow: the consumer fell too far behind; what came before can be read first.
+            EngineDeadError: its engine died.
+            ReplyError: an output could not be decoded; the request was aborted.
+            ClientClosedError, ClientBrokenError: the client ended.
+        """
+        if timeout is USE_DEFAULT:
+            seconds = self._dispatcher.config.timeout
+        else:
+            seconds = parse_timeout(timeout)
+        if self._ended:
+            raise self._ended_error()
+        return self._next(seconds)
+
+    def __next__(self) -> EngineOutput:
+        if self._ended:
+            raise StopIteration
+        return self._next(self._dispatcher.config.timeout)
+
+    def _next(self, timeout: float | None) -> EngineOutput:
+        # Set before and cleared after, by the one who reads: an interrupt in between leaves it to
+        # this same thread, which may go on.
+        me = threading.get_ident()
+        if self._consumer is not None and self._consumer != me:
+            raise RuntimeError(
+                f"request {self.request_id!r} is being read by another thread: a stream has one "
+                f"consumer at a time"
+            )
+        self._consumer = me
+        try:
+            items = self._items
+            if not items and not self._mailbox.wait(Deadline(timeout)):
+                raise StreamTimeout(
+                    f"no output of request {self.request_id!r} from engine {self.engine} within "
+                    f"{timeout:g} s; the stream goes on",
+                    request_id=self.request_id,
+                    engine=self.engine,
+                )
+            # Looked at, used, and only then popped: an interrupt loses nothing.
+            delivery = items[0]
+            if delivery.error is not None:
+                self._ended = True
+                raise delivery.error
+            try:
+                output = read(delivery)
+            except ReplyError:
+                self._ended = True
+                leave(self._dispatcher, self._request)
+                raise
+            reason = output.finish_reason
+            if reason is not None:
+                self._finish_reason = reason
+                self._ended = True
+            self._request.taken += 1
+            items.popleft()
+            return output
+        finally:
+            self._consumer = None
+
+    def _ended_error(self) -> StreamError:
+        kind, how = (StreamAborted, "was left early") if self._left else (StreamError, "has ended")
+        return kind(
+            f"the stream of request {self.request_id!r} {how}",
+            request_id=self.request_id,
+            engine=self.engine,
+        )
+
+    def abort(self) -> None:
+        """Have the engine stop; the stream ends with ``FinishReason.ABORT`` behind what it holds.
+
+        Nothing happens when it has ended.  Any thread may call it.
+        """
+        if not self._ended:
+            abort(self._dispatcher, [self._request])
+
+    def close(self) -> None:
+        """Leave the stream: drop what is unread, abort the request unless it has ended."""
+        if not self._ended:
+            self._left = True
+            leave(self._dispatcher, self._request)
+            self._ended = True
+            self._items.clear()
+
+    def __enter__(self) -> RequestStream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # No lock here: a finalizer runs anywhere, even under the one that would be needed.
+        request = getattr(self, "_request", None)
+        if request is not None and not request.finished:
+            leave(self._dispatcher, request)
+
+    def __repr__(self) -> str:
+        if not self._ended:
+            state = f"{len(self._items)} outputs unread"
+        else:
+            state = f"ended: {getattr(self._finish_reason, 'name', self._finish_reason)}"
+        return f"<RequestStream {self.request_id!r} on engine {self.engine}: {state}>"
+
+
+def read(delivery: Delivery) -> EngineOutput:
+    """Make an output of what lay in a mailbox.
+
+    Raises:
+        ReplyError: a part of it holds what it cannot.
+    """
+    message, request = delivery.message, delivery.request
+    assert message is not None
+    try:
+        return EngineOutput.from_plain(
+            delivery.record,
+            delivery.frames,
+            request_id=request.request_id,
+            engine=message.engine_index,
+            timestamp=message.timestamp,
+            weight_version=message.weight_version,
+        )
+    except ProtocolError as exc:
+        raise ReplyError(
+            f"an output of engine {message.engine_index} for request {request.request_id!r} is "
+            f"malformed: {exc}",
+            engine=message.engine_index,
+        ) from exc
+
+
+def leave(dispatcher: Dispatcher, request: PendingRequest) -> None:
+    """Abandon a request.  Takes no lock: finalizers call it."""
+    dispatcher.requests.abandoned.append((request, False))
+    if not dispatcher.is_foreign():
+        dispatcher.outbox.wakeup.poke()
+
+
+def abort(dispatcher: Dispatcher, requests: list[PendingRequest]) -> None:
+    """Abort requests whose streams are still read: each ends with ``FinishReason.ABORT``."""
+    dispatcher.requests.abandoned.extend([(request, True) for request in requests])
+    dispatcher.outbox.wakeup.poke()
+    dispatcher.requests.drain()
+    # Once more: an interrupt may have kept the first poke from following its append.
+    dispatcher.outbox.wakeup.poke()
+
+
+def register(
+    dispatcher: Dispatcher,
+    request: EngineRequest,
+    mailbox: Mailbox[Delivery] | None = None,
+    keep: Callable[[PendingRequest], Any] | None = None,
+) -> PendingRequest:
+    """Check, encode, register and hand over one request.
+
+    Args:
+        dispatcher: of the client.
+        request: what to send.
+        mailbox: where its outputs go; None for one of its own.
+        keep: given the pending request before it is registered, so that whoever is interrupted
+            later can leave it.
+    """
+    if not isinstance(request, EngineRequest):
+        raise TypeError(f"request must be an EngineRequest, not {type(request).__name__}")
+    dispatcher.check_usable()
+    number = next(dispatcher.request_numbers) & 0xFFFFFFFF
+    # Eight hex digits make the id unique on the wire: a duplicate live id kills an engine, and a
+    # late output of an aborted request must not reach a new one of the same name.
+    wire_id = f"{request.request_id}-{number:08x}"
+    pending = PendingRequest(
+        request.request_id,
+        wire_id,
+        _encode(dispatcher, request, wire_id),
+        time.monotonic(),
+        mailbox,
+    )
+    if keep is not None:
+        keep(pending)
+    task = None if request.pooling_params is None else request.pooling_params.task
+    if task is not None:
+        _learn_tasks(dispatcher)
+
+    def unfit(engine: EngineRecord) -> str | None:
+        return _unfit(request, task, engine)
+
+    try:
+        if not dispatcher.requests.add(pending, request.data_parallel_rank, unfit):
+            raise dispatcher.ended_error()
+        # When the outbox is closed already, the end of the client ends the request.
+        dispatcher.outbox.append(pending)
+    except BaseException:
+        leave(dispatcher, pending)
+        raise
+    return pending
+
+
+def open_stream(dispatcher: Dispatcher, request: EngineRequest) -> RequestStream:
+    """Send a request and return its stream, which exists before anything is sent."""
+    streams: list[RequestStream] = []
+    register(
+        dispatcher, request, keep=lambda pending: streams.append(RequestStream(dispatcher, pending))
+    )
+    return streams.pop()
+
+
+def _encode(dispatcher: Dispatcher, request: EngineRequest, wire_id: str) -> dict[str, list[bytes]]:
+    """The frames of a request, main one first, per dialect of the engines."""
+    frames: list[bytes] = []
+    record = request.to_plain(wire_id, dispatcher.config.client_index, frames)
+    checked = plain(record, "request")
+    dialects = {engine.codec for engine in dispatcher.registry.engines.values()}
+    return {
+        name: [codec_named(name).encode(checked), *frames] for name in dialects if name is not None
+    }
+
+
+def _learn_tasks(dispatcher: Dispatcher) -> None:
+    """Ask engines what their models can do, once for each, because a request needs it."""
+    unknown = [
+        index
+        for index in dispatcher.registry.alive()
+        if dispatcher.registry.engines[index].tasks is None
+    ]
+    if not unknown:
+        return
+    outcomes = settle(
+        dispatcher, "get_supported_tasks", (), engines=unknown, timeout=dispatcher.config.timeout
+    )
+    for index in outcomes.succeeded:
+        with suppress(TypeError):
+            dispatcher.registry.learn_tasks(index, tuple(outcomes[index].value))  # type: ignore[union-attr]
+    outcomes.unwrap()
+
+
+def _unfit(request: EngineRequest, task: str | None, engine: EngineRecord) -> str | None:
+    """Why an engine cannot take a request; it would die of it, or answer nothing useful."""
+    longest = engine.ready.get("max_model_len")
+    if isinstance(longest, int) and request.length >= longest:
+        return (
+            f"prompt_token_ids has {request.length:,} tokens, and engine {engine.index} takes "
+            f"prompts of less than {longest:,} (max_model_len)"
+        )
+    lora = request.lora_request
+    if lora is not None:
+        if engine.ready.get("supports_lora") is False:
+            return f"lora_request: engine {engine.index} was started without LoRA support"
+        if lora.lora_int_id not in engine.loras and not request.allow_unloaded_lora:
+            return (
+                f"lora_request: this client has not loaded adapter {lora.lora_int_id} on engine "
+                f"{engine.index}, which dies if it cannot load it itself: call add_lora() first, "
+                f"or set allow_unloaded_lora=True"
+            )
+    if task is not None and task not in (engine.tasks or ()):
+        return (
+            f"pooling_params.task: engine {engine.index} does not do {task!r}, only "
+            f"{', '.join(engine.tasks or ()) or 'nothing that it lists'}"
+        )
+    return None
