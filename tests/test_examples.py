@@ -1,0 +1,56 @@
+"""Each example runs alone, ends well and shows what it promises."""
+
+from __future__ import annotations
+
+import re
+import time
+
+from tests.helpers.limits import scaled
+from tests.helpers.scripts import ROOT, run_script
+
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+
+
+def test_quickstart() -> None:
+    """Four processes answer, one fails, and the outcomes of all four are in a table."""
+    printed = run_script("examples/01_quickstart.py")
+    assert len(set(re.findall(r"process (\d+)", printed))) == 4
+    assert "['hello', 'hello', 'hello', 'hello']" in printed
+    assert "UtilityCallError: echo failed on 1 of 4 engines" in printed
+    table = re.search(r"^engine +outcome +ran .*\n((?:\d .*\n)+)", printed, flags=re.MULTILINE)
+    assert table is not None
+    rows = [re.split(r"  +", row)[:3] for row in table[1].splitlines()]
+    assert rows == [
+        ["0", "ok", "yes"],
+        ["1", "ok", "yes"],
+        ["2", "RemoteError", "maybe"],
+        ["3", "ok", "yes"],
+    ]
+    assert "['still here', 'still here']" in printed
+    assert printed.endswith("Closed, and the four processes are gone.\n")
+
+
+def test_quickstart_is_quick_and_short() -> None:
+    """It fits on a screen, and runs in a few seconds."""
+    lines = (ROOT / "examples" / "01_quickstart.py").read_text().splitlines()
+    assert len(lines) <= 60
+    began = time.monotonic()
+    run_script("examples/01_quickstart.py")
+    assert time.monotonic() - began < scaled(20)
+
+
+def test_service_threads() -> None:
+    """Every job ends, the slow engine costs two of them an answer, and no waiter is left."""
+    printed = run_script("examples/02_service_threads.py")
+    assert len(re.findall(r"^job +\d+: [23] of 3 answers", printed, flags=re.MULTILINE)) == 20
+    assert printed.count("engine 1 was late") >= 2
+    assert "ClientClosedError: the client was closed before engine 1 replied to echo" in printed
+    assert printed.endswith("Waiters left behind: 0\n")
+
+
+def test_every_example_is_listed_in_order_and_tested_here() -> None:
+    """The list of the examples has each one, in the order of their numbers."""
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "examples/README.md").read_text(), re.M)
+    assert listed == EXAMPLES
+    tested = (ROOT / "tests/test_examples.py").read_text()
+    assert [name for name in EXAMPLES if f'run_script("examples/{name}")' not in tested] == []
