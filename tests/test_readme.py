@@ -111,3 +111,21 @@ def test_tools_that_are_named_exist() -> None:
         assert where.with_suffix(".py").exists() or (where / "__main__.py").exists(), module
     for path in re.findall(r"-m pytest (tests/\S+\.py)", TEXT):
         assert (ROOT / path).exists(), path
+
+
+def test_table_of_threads_and_locks_is_complete() -> None:
+    """Whoever adds a thread or a lock below the tools comes here, and adds it to the table."""
+    made = {
+        f"{path.stem}: {kind}"
+        for path in (ROOT / "engine_client").rglob("*.py")
+        if "tools" not in path.parts
+        for kind in re.findall(r"\b(?:threading|queue)\.[A-Z]\w+(?=\()", path.read_text())
+    }
+    assert made == {
+        "dispatcher: threading.Thread",
+        "outbox: threading.Lock",
+        "registry: threading.Lock",
+        "waiting: threading.Lock",
+    }
+    for row in ("dispatcher", "registry", "outbox", "latch", "mailbox"):
+        assert re.search(rf"^\| {row}\b", TEXT, flags=re.MULTILINE), row
