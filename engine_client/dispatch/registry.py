@@ -13,7 +13,13 @@ from typing import Any
 
 from engine_client.dispatch.waiting import PendingCall
 from engine_client.engines import engine_id
-from engine_client.errors import AbandonedError, EngineDeadError, EngineError, NotSentError
+from engine_client.errors import (
+    AbandonedError,
+    EngineDeadError,
+    EngineError,
+    NotSentError,
+    RemoteError,
+)
 from engine_client.outcome import Failed, Ok
 
 __all__ = ["EngineRecord", "Registry"]
@@ -187,6 +193,18 @@ class Registry:
         with self.lock:
             return tuple(index for index, engine in self.engines.items() if engine.alive)
 
+    def take_loads(self, counts: Sequence[Any]) -> None:
+        """Take a coordinator's counts ``[waiting, running, ...]``, one for each engine in order."""
+        with self.lock:
+            for engine, count in zip(self.engines.values(), counts, strict=False):
+                if type(count) is list and len(count) >= 2:
+                    engine.report({"num_waiting_reqs": count[0], "num_running_reqs": count[1]})
+
+    def take_stats(self, index: int, stats: Mapping[Any, Any]) -> None:
+        """Take an engine's scheduler statistics."""
+        with self.lock:
+            self.engines[index].report(stats)
+
     def learn_tasks(self, index: int, tasks: tuple[str, ...]) -> None:
         """Remember what an engine's model can do, for the life of its process."""
         with self.lock:
@@ -248,6 +266,8 @@ class Registry:
                 if call.lora is not None:
                     engine.note_lora(call.method, call.lora, value)
             else:
+                if isinstance(error, RemoteError):
+                    error.method = call.method  # a reply names its call by id only
                 call.fail(index, error, now)
             self._settled(call)
             return True

@@ -81,6 +81,15 @@ def test_the_last_reply_lets_the_caller_go() -> None:
     assert dict(call.outcomes()) == {0: Failed(error, 2.0), 1: Ok("one", 1.0), 2: Ok("two", 3.0)}
 
 
+def test_a_failure_reply_names_its_method() -> None:
+    """The reply itself names only a call id."""
+    registry = living(0)
+    call = registered(registry, 0)
+    error = RemoteError("boom", engine=0)
+    assert registry.settle(0, call.call_id, error, None, NOW)
+    assert error.method == call.method
+
+
 def test_a_reply_that_nobody_waits_for_settles_nothing() -> None:
     """Unknown ids, engines that were not asked, and second replies are told apart."""
     registry = living(0, 1)
