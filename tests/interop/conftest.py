@@ -1,0 +1,96 @@
+"""Real engines for the tests of this folder, which are collected on demand only.
+
+They run with ENGINE_CLIENT_INTEROP=1 or `-m interop`; `tests/interop/run` makes what they need
+first.  What they measure is printed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import engine_client
+from engine_client import EngineClient
+from tests.helpers import scaled
+from tests.interop.engines import EngineGroup, vllm_engines
+from tests.interop.environment import environment
+
+_REPORT = pytest.StashKey[list[str]]()
+
+
+def _wanted(config: pytest.Config) -> bool:
+    words = config.getoption("markexpr", "").replace("(", " ").replace(")", " ").split()
+    asked = "interop" in words and "not" not in words
+    return asked or os.environ.get("ENGINE_CLIENT_INTEROP") == "1"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "interop: needs real vLLM engines (tests/interop/run)")
+    config.stash[_REPORT] = []
+    if _wanted(config) and not environment().exists:
+        raise pytest.UsageError(
+            f"no vLLM in {environment().folder}; tests/interop/run installs it and runs these tests"
+        )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return None if _wanted(config) else True
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    if _wanted(config):
+        return f"real vLLM: {environment().folder}"
+    return "real vLLM: not asked for; tests/interop/run does"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.interop)
+            # A start with cold caches on a busy machine takes a while.
+            item.add_marker(pytest.mark.timeout(scaled(400)))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if config.stash[_REPORT]:
+        terminalreporter.section("what real vLLM engines did")
+        for line in config.stash[_REPORT]:
+            terminalreporter.write_line(line)
+
+
+@pytest.fixture(scope="session")
+def report(pytestconfig: pytest.Config) -> list[str]:
+    """Lines that are printed at the end of the run."""
+    return pytestconfig.stash[_REPORT]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short name: an ipc path has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="ec-interop-", ignore_cleanup_errors=True) as name:
+        yield Path(name)
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[EngineGroup]:
+    """Two engines that all tests share."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ec-interop-", ignore_cleanup_errors=True) as name,
+        vllm_engines(Path(name)) as engines,
+    ):
+        yield engines
+
+
+@pytest.fixture(scope="session")
+def client(group: EngineGroup) -> Iterator[EngineClient]:
+    """The client of the shared engines."""
+    with engine_client.connect(
+        group.address, engine_count=2, connect_timeout=scaled(150)
+    ) as client:
+        yield client
