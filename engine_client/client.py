@@ -436,6 +436,7 @@ def connect(
     input_address: str | None = None,
     output_address: str | None = None,
     codec: CodecName = "auto",
+    coordinator: bool = False,
     parallel_config: Mapping[str, Any] | None = None,
     timeout: float | None = None,
     connect_timeout: float | None = 600.0,
@@ -462,6 +463,9 @@ def connect(
             an ipc file in a private directory.
         output_address: likewise for the output socket.
         codec: ``"auto"`` takes each engine's own dialect; or force ``"cbor"`` or ``"msgpack"``.
+        coordinator: run the coordinator of a lockstep group in this client.  Without, the client
+            wakes the group over the engines' own connections, which needs no more sockets; with
+            one, engines report their load and the end of aborted requests.
         parallel_config: what every engine sets on its own configuration; needed when the engines
             of a lockstep group come from several launch commands.
         timeout: default time limit of calls, in seconds; None for none, since loading weights
@@ -512,10 +516,13 @@ def connect(
         advertised_host=advertised_host,
         heartbeat_interval=config.heartbeat_interval,
         context=context,
+        coordinator=coordinator,
     )
     init = Init(
         inputs=(transport.addresses["input"],),
         outputs=(transport.addresses["output"],),
+        coordinator_input=transport.addresses.get("coordinator_input"),
+        coordinator_output=transport.addresses.get("coordinator_output"),
         parallel_config=dict(parallel_config or {}),
     )
     return EngineClient(start(config, transport, init=init))
@@ -528,6 +535,7 @@ def connect_bootstrapped(
     engine_count: int = 1,
     engine_start_index: int = 0,
     client_index: int = 0,
+    coordinator_address: str | None = None,
     codec: CodecName = "auto",
     context: zmq.Context[zmq.Socket[bytes]] | None = None,
     **settings: Unpack[Settings],
@@ -543,6 +551,8 @@ def connect_bootstrapped(
         engine_count: how many engines to wait for.
         engine_start_index: the index of the first.
         client_index: this client's place among the frontends; replies come to its output address.
+        coordinator_address: where the coordinator of a lockstep group publishes; left out: where
+            the engines' registrations say, if they do.
         codec: ``"auto"`` reads each engine's dialect off its registration; an engine that
             registers with an empty payload needs it said.
         context: as for :func:`connect`.
@@ -571,4 +581,6 @@ def connect_bootstrapped(
         heartbeat_interval=config.heartbeat_interval,
         context=context,
     )
-    return EngineClient(start(config, transport, init=None))
+    return EngineClient(
+        start(config, transport, init=None, coordinator_address=coordinator_address)
+    )

@@ -34,6 +34,12 @@ class ClientStats:
     """Messages that could not be decoded."""
     stray_messages: int = 0
     """Messages from peers that are none of this client's engines; ignored."""
+    wakes: int = 0
+    """Times that a lockstep group was woken."""
+    waves: int = 0
+    """Waves of a lockstep group that were completed."""
+    wave: int = 0
+    """The number of the current wave."""
     deaths: int = 0
     """Engines found dead, disconnected or replaced."""
     returns: int = 0

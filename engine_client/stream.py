@@ -287,7 +287,9 @@ def open_stream(dispatcher: Dispatcher, request: EngineRequest) -> RequestStream
 def _encode(dispatcher: Dispatcher, request: EngineRequest, wire_id: str) -> dict[str, list[bytes]]:
     """The frames of a request, main one first, per dialect of the engines."""
     frames: list[bytes] = []
-    record = request.to_plain(wire_id, dispatcher.config.client_index, frames)
+    # A wave that ends meanwhile makes the stamp stale; the group is woken again then.
+    wave = dispatcher.core.group.state.wave
+    record = request.to_plain(wire_id, dispatcher.config.client_index, frames, wave=wave)
     checked = plain(record, "request")
     dialects = {engine.codec for engine in dispatcher.registry.engines.values()}
     return {

@@ -32,6 +32,7 @@ def start(
     *,
     init: Init | None,
     processes: ProcessOwner | None = None,
+    coordinator_address: str | None = None,
 ) -> Dispatcher:
     """Run the handshake with all engines.
 
@@ -40,13 +41,20 @@ def start(
         transport: its open sockets; closed here when the start fails.
         init: what a HELLO is answered with; None when another process greets the engines.
         processes: who started the engines; stopped here when the start fails.
+        coordinator_address: of an external coordinator, where it is known beforehand.
 
     Raises:
         HandshakeTimeout: not all engines were ready by the deadline.
         HandshakeError: an engine cannot become ready.
     """
     deadline = Deadline(config.connect_timeout)
-    dispatcher = Dispatcher(config, transport, init=init, processes=processes)
+    dispatcher = Dispatcher(
+        config,
+        transport,
+        init=init,
+        processes=processes,
+        coordinator_address=coordinator_address,
+    )
     try:
         dispatcher.start()
         _wait(dispatcher, deadline)

@@ -28,8 +28,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
+from engine_client.dispatch.lockstep import LockstepGroup, Outgoing
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.waiting import PendingCall, Startup
@@ -58,7 +59,7 @@ from engine_client.wire.messages import (
     handshake_message,
 )
 
-__all__ = ["Core", "Outgoing", "Side"]
+__all__ = ["Core", "Side"]
 
 logger = logging.getLogger("engine_client")
 
@@ -72,17 +73,6 @@ FENCE_DELAY = 0.1
 asked."""
 PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0)
 """Seconds after a connection came or went until ZeroMQ surely knows who can be reached."""
-
-
-class Outgoing(NamedTuple):
-    """A message for an engine, ready to be sent."""
-
-    channel: Literal["handshake", "input"]
-    engine: int
-    frames: tuple[bytes, ...]
-    """Identity first."""
-    work: PendingCall | PendingRequest | None = None
-    """The call or request that fails when the engine cannot be reached."""
 
 
 class Connection:
@@ -153,6 +143,7 @@ class Core:
         init: what a HELLO is answered with; None when another process greets the engines.
         call_ids: ids for calls of the core's own.
         max_message_size: bytes; what is larger is not decoded.
+        keeper: who keeps the wave of a lockstep group.
     """
 
     def __init__(
@@ -168,17 +159,23 @@ class Core:
         init: Init | None,
         call_ids: Iterable[int],
         max_message_size: int,
+        keeper: Literal["in process", "external", "none"] = "none",
     ) -> None:
         self.registry = registry
         self.requests = requests
         self.startup = startup
         self.stats = stats
         self.outgoing: deque[Outgoing] = deque()
+        self.group = LockstepGroup(
+            registry, stats, self.outgoing.append, keeper=keeper, engine_count=len(indices)
+        )
         self.notes: deque[str] = deque(maxlen=20)
         """What stray peers did, for the text of a handshake error."""
         self._forced_codec: Dialect | None = None if codec == "auto" else codec
         self._client_index = client_index
         self._init = init
+        self.coordinator_address: str | None = None
+        """Where an external coordinator publishes, once known."""
         self._call_ids = iter(call_ids)
         self._max_message_size = max_message_size
         self._peers = {index: Peer(index, bootstrapped=init is None) for index in indices}
@@ -330,6 +327,8 @@ class Core:
         peer.lost = set()
         peer.fence = None
         self.registry.register_engine(index, dialect, ready, now)
+        self._check_dialects(peer)
+        self._learn_coordinator(ready)
         if peer.registered:
             self._returned(peer, "registered again")
         peer.registered = True
@@ -339,6 +338,23 @@ class Core:
             return
         self._check_outputs(now)
         self._progress()
+
+    def _check_dialects(self, peer: Peer) -> None:
+        others = {p.codec for p in self._peers.values() if p.registered} - {peer.codec}
+        if self.group.keeper != "none" and others:
+            text = (
+                f"engine {peer.index} speaks {peer.codec} and others {', '.join(map(str, others))}:"
+                f" a group with a coordinator needs one dialect, since that sends all the same"
+            )
+            self.startup.finish(HandshakeError(text, missing=tuple(self.missing())))
+            logger.error("%s", text)
+
+    def _learn_coordinator(self, ready: Mapping[str, Any]) -> None:
+        """Engines that another process greeted say where their coordinator publishes."""
+        address = ready.get("dp_stats_address")
+        if self._init is None and isinstance(address, str):
+            self.coordinator_address = address
+            self.group.keeper = "external"
 
     def _read_registration(self, peer: Peer, payload: bytes) -> tuple[Dialect, Mapping[str, Any]]:
         if not payload:
@@ -474,6 +490,8 @@ class Core:
                 and self.registry.engines[i].alive
                 and self.registry.engines[i].in_lockstep
             ]
+        if record.in_lockstep:
+            self.group.reset()
         for member in group:
             reason = why
             if member is not peer:
@@ -651,6 +669,12 @@ class Core:
         ):
             self.stats.late_replies += 1
             return
+        if (
+            message.wave_complete is not None
+            or message.start_wave is not None
+            or (message.outputs and self.registry.engines[index].in_lockstep)
+        ):
+            self.group.output(message, live=self._group_is_live())
         reply = message.utility
         if reply is None or message.outputs or message.finished_requests:
             self._deliver(message, frames, now)
@@ -668,6 +692,38 @@ class Core:
             else:
                 self.stats.late_replies += 1
                 logger.debug("late reply of engine %d to call %d dropped", index, call_id)
+
+    def _group_is_live(self) -> bool:
+        engines = self.registry.engines
+        return any(engines[index].requests for index in self.group.members())
+
+    def coordinator_output(self, frames: Sequence[bytes]) -> None:
+        """A message came to the in-process coordinator from an engine."""
+        codec = codec_named(self._group_dialect())
+        try:
+            if sum(map(len, frames)) > self._max_message_size:
+                raise ProtocolError("it is over the limit (max_message_size)")
+            message = Outputs.from_plain(codec.decode(frames[0]))
+        except ProtocolError as exc:
+            self.stats.malformed_messages += 1
+            logger.warning("a message to the coordinator could not be decoded: %s", exc)
+            return
+        engine = self.registry.engines.get(message.engine_index)
+        if engine is not None and message.scheduler_stats is not None:
+            self.registry.take_stats(message.engine_index, message.scheduler_stats)
+        self.group.coordinate(message)
+
+    def coordinator_published(self, frames: Sequence[bytes]) -> None:
+        """An external coordinator published the group's state."""
+        try:
+            self.group.published(codec_named(self._group_dialect()).decode(frames[-1]))
+        except ProtocolError as exc:
+            self.stats.malformed_messages += 1
+            logger.warning("a coordinator's message could not be decoded: %s", exc)
+
+    def _group_dialect(self) -> Dialect:
+        found = [peer.codec for peer in self._peers.values() if peer.codec]
+        return found[0] if found else self._forced_codec or "cbor"
 
     def _deliver(self, message: Outputs, frames: Sequence[bytes], now: float) -> None:
         late, faults = self.requests.deliver(message, frames, now)
@@ -777,6 +833,8 @@ class Core:
             return
         self.stats.requests += 1
         request.sent = True
+        if engine.in_lockstep:
+            self.group.request(engine.index)
         self.outgoing.append(
             Outgoing("input", engine.index, (engine.id, RequestType.ADD, *frames), request)
         )

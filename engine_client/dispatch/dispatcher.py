@@ -30,7 +30,7 @@ from engine_client.dispatch.core import Core, Side
 from engine_client.dispatch.outbox import Outbox
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
-from engine_client.dispatch.sockets import Transport, read_monitor
+from engine_client.dispatch.sockets import Transport, read_monitor, subscribe
 from engine_client.dispatch.waiting import Latch, PendingCall, Startup
 from engine_client.errors import ClientBrokenError, ClientClosedError
 from engine_client.stats import ClientStats
@@ -76,6 +76,7 @@ class Dispatcher:
         transport: open sockets; owned by the dispatcher from here on.
         init: what a HELLO is answered with; None when another process greets the engines.
         processes: who started the engines; None when somebody else did.
+        coordinator_address: of an external coordinator, where it is known beforehand.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class Dispatcher:
         *,
         init: Init | None,
         processes: ProcessOwner | None = None,
+        coordinator_address: str | None = None,
     ) -> None:
         self.config = config
         self.addresses = dict(transport.addresses)
@@ -109,7 +111,15 @@ class Dispatcher:
             init=init,
             call_ids=self.call_ids,
             max_message_size=config.max_message_size,
+            keeper=(
+                "in process"
+                if "coordinator_input" in transport.sockets
+                else "external"
+                if coordinator_address
+                else "none"
+            ),
         )
+        self.core.coordinator_address = coordinator_address
         self._transport = transport
         self._processes = processes
         self._connection_events: list[tuple[Side, int, int]] = []
@@ -215,11 +225,23 @@ class Dispatcher:
         sockets = self._transport.sockets
         handshake, inputs, outputs = sockets.get("handshake"), sockets["input"], sockets["output"]
         monitors = tuple(self._transport.monitors.values())
+        subscriptions = sockets.get("coordinator_input")
+        reported = sockets.get("coordinator_output")
+        published: zmq.Socket[bytes] | None = None
         wakeup = outbox.wakeup
         reports = None if self._processes is None else self._processes.fileno()
         polled: list[tuple[Any, int]] = [
             (source, zmq.POLLIN)
-            for source in (outputs, wakeup.fd, *monitors, inputs, handshake, reports)
+            for source in (
+                outputs,
+                wakeup.fd,
+                *monitors,
+                inputs,
+                handshake,
+                reports,
+                subscriptions,
+                reported,
+            )
             if source is not None
         ]
         clock = time.monotonic
@@ -246,6 +268,18 @@ class Dispatcher:
                     self._read_handshake(handshake, now)
                 if reports in ready and not self._read_exits(now):
                     polled.remove((reports, zmq.POLLIN))
+                if subscriptions is not None:
+                    for (frame,) in _messages(subscriptions, frames=1):
+                        core.group.subscribed(frame)
+                if reported is not None:
+                    for frames in _messages(reported):
+                        core.coordinator_output(frames)
+                if published is not None:
+                    self._read_coordinator(published)
+            if core.coordinator_address is not None and published is None:
+                published = subscribe(self._transport, core.coordinator_address)
+                polled.append((published, zmq.POLLIN))
+                polled.append((self._transport.monitors["coordinator"], zmq.POLLIN))
             if timer is not None:
                 core.tick(now)
             if requests.to_abort or requests.abandoned:
@@ -326,8 +360,8 @@ class Dispatcher:
         """Learn of new connections; keep losses until the output socket has been read empty."""
         core = self.core
         events = self._connection_events
-        for side, monitor in self._transport.monitors.items():
-            for event, fd in read_monitor(monitor):
+        for side in _SIDES:
+            for event, fd in read_monitor(self._transport.monitors[side]):
                 if event == zmq.EVENT_ACCEPTED and fd not in core.known(side):
                     core.connected(side, fd, now)
                 else:
@@ -360,12 +394,19 @@ class Dispatcher:
             self.core.registration(identity.bytes, [f.bytes for f in frames], fd, now)
 
     def _read_handshake(self, handshake: zmq.Socket[bytes], now: float) -> None:
-        for _ in range(_BATCH):
-            try:
-                frames = handshake.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for frames in _messages(handshake):
             self.core.handshake_frames(frames, now)
+
+    def _read_coordinator(self, published: zmq.Socket[bytes]) -> None:
+        """Follow an external coordinator."""
+        for _ in read_monitor(self._transport.monitors["coordinator"]):
+            logger.warning(
+                "the connection to the coordinator at %s was lost; a request to a group that "
+                "sleeps waits until it is back",
+                self.core.coordinator_address,
+            )
+        for frames in _messages(published):
+            self.core.coordinator_published(frames)
 
     def _read_exits(self, now: float) -> bool:
         """Hear which processes ended; False when there is nothing more to hear."""
@@ -409,6 +450,18 @@ class Dispatcher:
 
 
 _FOREVER = 86_400.0
+_SIDES: tuple[Side, ...] = ("input", "output")
+
+
+def _messages(sock: zmq.Socket[bytes], *, frames: int | None = None) -> Iterator[list[bytes]]:
+    """What a socket holds, at most a batch; messages of another number of frames are skipped."""
+    for _ in range(_BATCH):
+        try:
+            message = sock.recv_multipart(_NOBLOCK)
+        except zmq.Again:
+            return
+        if frames is None or len(message) == frames:
+            yield message
 
 
 def _descriptor(frame: zmq.Frame) -> int:

@@ -20,10 +20,9 @@ from typing import Literal
 
 import zmq
 
-from engine_client.dispatch.core import Side
 from engine_client.errors import HandshakeError
 
-__all__ = ["PRIVATE", "Transport", "open_transport", "read_monitor"]
+__all__ = ["PRIVATE", "Transport", "open_transport", "read_monitor", "subscribe"]
 
 PRIVATE = "ipc://*"
 """Stands for an ipc file in a directory that only this user can enter."""
@@ -32,6 +31,13 @@ AUTO_HEARTBEAT = 10.0
 """Seconds between heartbeats to other machines; loopback and ipc connections need none, because the
 kernel reports a dead peer."""
 _BACKLOG = 1024
+_KINDS = {
+    "handshake": zmq.ROUTER,
+    "input": zmq.ROUTER,
+    "output": zmq.PULL,
+    "coordinator_input": zmq.XPUB,
+    "coordinator_output": zmq.PULL,
+}
 
 
 @dataclass(slots=True)
@@ -41,8 +47,10 @@ class Transport:
     context: zmq.Context[zmq.Socket[bytes]]
     owns_context: bool
     sockets: dict[str, zmq.Socket[bytes]] = field(default_factory=dict)
-    """``"handshake"`` (unless another process greets the engines), ``"input"``, ``"output"``."""
-    monitors: dict[Side, zmq.Socket[bytes]] = field(default_factory=dict)
+    """``"handshake"`` (unless another process greets the engines), ``"input"``, ``"output"``;
+    ``"coordinator_input"`` and ``"coordinator_output"`` of an in-process coordinator, or
+    ``"coordinator"``, the subscription to an external one."""
+    monitors: dict[str, zmq.Socket[bytes]] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     """Per socket, what engines connect to."""
     directory: str | None = None
@@ -53,9 +61,9 @@ class Transport:
         milliseconds = min(int(linger * 1e3), 2**31 - 1)
         for name, sock in self.sockets.items():
             with suppress(zmq.ZMQError):
-                if name != "handshake":
+                if name in self.monitors:
                     sock.disable_monitor()
-                sock.close(linger=0 if name == "output" else milliseconds)
+                sock.close(linger=milliseconds if name == "input" else 0)
         for monitor in self.monitors.values():
             with suppress(zmq.ZMQError):
                 monitor.close(linger=0)
@@ -75,6 +83,7 @@ def open_transport(
     advertised_host: str | None,
     heartbeat_interval: float | Literal["auto"] | None,
     context: zmq.Context[zmq.Socket[bytes]] | None,
+    coordinator: bool = False,
 ) -> Transport:
     """Bind all sockets of a client.
 
@@ -85,15 +94,18 @@ def open_transport(
         advertised_host: what engines connect to instead of the host that is bound.
         heartbeat_interval: seconds, ``"auto"``, or None for no heartbeats.
         context: None for one of its own.
+        coordinator: also bind the two sockets of an in-process coordinator.
 
     Raises:
         ValueError: an address that cannot be meant.
         HandshakeError: an address cannot be bound; nothing is left open.
     """
     given = {"handshake": handshake, "input": input_address, "output": output_address}
+    if coordinator:
+        given |= {"coordinator_input": None, "coordinator_output": None}
     for name, address in given.items():
         # A data address may be left out where there is a handshake to tell it.
-        if address is not None or (handshake is None and name != "handshake"):
+        if address is not None or (handshake is None and name in ("input", "output")):
             _check_address(name, address, advertised_host)
     transport = Transport(zmq.Context() if context is None else context, context is None)
     try:
@@ -104,14 +116,12 @@ def open_transport(
                 address = _private_address(name, transport)
             elif address is None:
                 address = _address_like(handshake or "", name, transport)
-            kind = zmq.PULL if name == "output" else zmq.ROUTER
-            sock = transport.context.socket(kind)
+            sock = transport.context.socket(_KINDS[name])
             transport.sockets[name] = sock
             _configure(sock, address, heartbeat_interval)
-            if name != "handshake":
-                side: Side = "output" if name == "output" else "input"
+            if name in ("input", "output"):
                 # Before the bind, so that no connection is missed.
-                transport.monitors[side] = sock.get_monitor_socket(
+                transport.monitors[name] = sock.get_monitor_socket(
                     MONITORED, f"inproc://engine-client-{name}-{id(transport):x}"
                 )
             _bind(sock, name, address)
@@ -120,6 +130,32 @@ def open_transport(
         transport.close(0)
         raise
     return transport
+
+
+def subscribe(transport: Transport, address: str) -> zmq.Socket[bytes]:
+    """Connect to an external coordinator (dispatcher only).
+
+    Raises:
+        HandshakeError: the address cannot be one.
+    """
+    sock = transport.context.socket(zmq.XSUB)
+    try:
+        sock.linger = 0
+        sock.set_hwm(0)
+        if "://[" in address:
+            sock.setsockopt(zmq.IPV6, 1)
+        sock.connect(address)
+        sock.send(b"\x01")
+    except zmq.ZMQError as exc:
+        sock.close(linger=0)
+        raise HandshakeError(
+            f"cannot connect to the coordinator at {address}: {exc}", stage="coordinator"
+        ) from exc
+    transport.sockets["coordinator"] = sock
+    transport.monitors["coordinator"] = sock.get_monitor_socket(
+        zmq.EVENT_DISCONNECTED, f"inproc://engine-client-coordinator-{id(transport):x}"
+    )
+    return sock
 
 
 def _check_address(name: str, address: object, advertised_host: str | None) -> None:
@@ -196,6 +232,9 @@ def _configure(
     if sock.type == zmq.ROUTER:
         sock.setsockopt(zmq.ROUTER_MANDATORY, 1)
         sock.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    if sock.type == zmq.XPUB:
+        # Every engine's subscription is seen, not only the first.
+        sock.setsockopt(zmq.XPUB_VERBOSE, 1)
     seconds = heartbeat_interval
     if seconds == "auto":
         seconds = None if _is_local(address) else AUTO_HEARTBEAT

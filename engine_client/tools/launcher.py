@@ -265,6 +265,7 @@ def launch(
     address: str = PRIVATE,
     engine_start_index: int = 0,
     codec: CodecName = "auto",
+    coordinator: bool = False,
     parallel_config: Mapping[str, Any] | None = None,
     **settings: Unpack[Settings],
 ) -> EngineClient:
@@ -283,6 +284,7 @@ def launch(
         address: the handshake address; left out: an ipc file in a private directory.
         engine_start_index: the index of the first.
         codec: as for ``connect()``.
+        coordinator: as for ``connect()``.
         parallel_config: as for ``connect()``.
         **settings: ``timeout``, ``connect_timeout``, ``close_timeout``, ``max_message_size``,
             ``max_unanswered_bytes``, ``heartbeat_interval`` and ``slow_call_warning``, as for
@@ -307,6 +309,7 @@ def launch(
         advertised_host=None,
         heartbeat_interval=config.heartbeat_interval,
         context=None,
+        coordinator=coordinator,
     )
     supervisor = Supervisor()
     try:
@@ -318,6 +321,8 @@ def launch(
         init = Init(
             inputs=(transport.addresses["input"],),
             outputs=(transport.addresses["output"],),
+            coordinator_input=transport.addresses.get("coordinator_input"),
+            coordinator_output=transport.addresses.get("coordinator_output"),
             parallel_config=dict(parallel_config or {}),
         )
         supervisor.start(jobs)

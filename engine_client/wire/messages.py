@@ -35,6 +35,7 @@ __all__ = [
     "Ready",
     "Registration",
     "RequestType",
+    "StartWave",
     "UtilityReply",
     "UtilityRequest",
     "handshake_message",
@@ -219,6 +220,30 @@ class UtilityRequest:
         if type(args) is not list:
             refuse("UTILITY", "the arguments", "an array", args)
         return cls(client_index, call_id, method, args)
+
+
+@dataclass(frozen=True, slots=True)
+class StartWave:
+    """The ranks of a lockstep group shall run (see ``wire/waves.py``)."""
+
+    wave: int
+    exclude_engine: int | None = None
+    """A rank that runs already."""
+
+    def to_plain(self) -> list[int | None]:
+        return [self.wave, self.exclude_engine]
+
+    @classmethod
+    def from_plain(cls, value: object) -> StartWave:
+        """Read the wave and the rank; frontends of vLLM name a rank by its bytes, which excludes
+        nobody.
+        """
+        fields = record(value, "START_DP_WAVE", 2)
+        wave = integer(fields[0], "START_DP_WAVE", "the wave")
+        exclude = fields[1]
+        if exclude is not None and type(exclude) is not int and type(exclude) is not bytes:
+            refuse("START_DP_WAVE", "the rank", "an integer, bytes or nil", exclude)
+        return cls(wave, exclude if type(exclude) is int else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,187 @@
+"""The lockstep group of one client: who keeps its wave, and whom to wake.
+
+Engines whose registration says ``data_parallel_size`` above 1 step together (``wire/waves.py`` has
+the theory).  One of three keeps the wave:
+
+* **in process** (``coordinator=True``): this client is the coordinator.  Its addresses are in
+  INIT; engines subscribe, wait for READY before they say that they are ready, and tell it when they
+  begin to run and when a wave is complete.
+* **external**: a coordinator process, told by ``coordinator_address`` or by the engines'
+  registrations.  The client follows what it publishes, and tells it of a request that finds the
+  group asleep.
+* **none**: the client wakes the other ranks itself over the input socket; every rank reports the
+  end of a wave on the output socket.
+
+No sockets, threads or clock here; the dispatcher's core calls in, messages go out by ``emit``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+from engine_client.dispatch.registry import Registry
+from engine_client.dispatch.requests import PendingRequest
+from engine_client.dispatch.waiting import PendingCall
+from engine_client.errors import ProtocolError
+from engine_client.stats import ClientStats
+from engine_client.wire.codec import Codec, codec_named
+from engine_client.wire.messages import Outputs, RequestType, StartWave
+from engine_client.wire.waves import Wake, WavePhase, WaveState
+
+__all__ = ["COORDINATOR_READY", "LockstepGroup", "Outgoing"]
+
+logger = logging.getLogger("engine_client")
+
+COORDINATOR_READY = b"READY"
+"""What a coordinator publishes once every engine has subscribed."""
+SUBSCRIBE = b"\x01"
+
+
+class Outgoing(NamedTuple):
+    """A message, ready to be sent."""
+
+    channel: Literal["handshake", "input", "coordinator_input", "coordinator"]
+    engine: int
+    """Its index; -1 on a channel that has no single receiver."""
+    frames: tuple[bytes, ...]
+    """On a ROUTER, identity first."""
+    work: PendingCall | PendingRequest | None = None
+    """The call or request that fails when the engine cannot be reached."""
+
+
+class LockstepGroup:
+    """The wave of the engines in lockstep, if there are any.
+
+    Args:
+        registry: knows the engines.
+        stats: counters.
+        emit: takes a message to be sent.
+        keeper: who keeps the wave.
+        engine_count: how many subscriptions open the gate of an in-process coordinator.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        stats: ClientStats,
+        emit: Callable[[Outgoing], None],
+        *,
+        keeper: Literal["in process", "external", "none"],
+        engine_count: int,
+    ) -> None:
+        self._registry = registry
+        self._stats = stats
+        self._emit = emit
+        self.keeper = keeper
+        self.state = WaveState()
+        self._engine_count = engine_count
+        self._subscriptions = 0
+
+    def members(self) -> list[int]:
+        """The living engines in lockstep."""
+        return [
+            index
+            for index, engine in self._registry.engines.items()
+            if engine.alive and engine.in_lockstep
+        ]
+
+    def reset(self) -> None:
+        """The group died; a new one begins at wave 0."""
+        self.state = WaveState()
+
+    # -- what happens -----------------------------------------------------------------------------
+
+    def request(self, rank: int) -> None:
+        """A request goes to a rank: wake the others unless the group is known to run."""
+        if self.keeper == "external":
+            if self.state.phase is WavePhase.PAUSED:
+                self.state.request(rank)
+                self._notify(rank)
+            return
+        self._wake(self.state.request(rank))
+
+    def output(self, message: Outputs, *, live: bool) -> None:
+        """A message came on the output socket.
+
+        Args:
+            message: from a rank, or from an engine that is in no group.
+            live: whether a request of the group is still live.
+        """
+        if message.wave_complete is not None:
+            self._complete(message.wave_complete, live=live and self.keeper == "none")
+        if message.start_wave is not None:
+            self._wake(self.state.started(message.engine_index, message.start_wave))
+        elif message.outputs and self.keeper == "none":
+            self.state.stepped()
+
+    def coordinate(self, message: Outputs) -> None:
+        """A message came to the in-process coordinator."""
+        if message.wave_complete is not None:
+            self._complete(message.wave_complete, live=False)
+        if message.start_wave is not None:
+            self._wake(self.state.started(message.engine_index, message.start_wave))
+
+    def subscribed(self, frame: bytes) -> None:
+        """A message came from an engine's subscription to the in-process coordinator."""
+        if frame != SUBSCRIBE:
+            return
+        self._subscriptions += 1
+        # A late one (a restarted engine) opens the gate again; the others ignore it.
+        if self._subscriptions >= self._engine_count:
+            self._emit(Outgoing("coordinator_input", -1, (COORDINATOR_READY,)))
+
+    def published(self, plain: object) -> None:
+        """An external coordinator published ``[counts, wave, running]``.
+
+        Raises:
+            ProtocolError: it is no such record.
+        """
+        if type(plain) is not list or len(plain) < 3:
+            raise ProtocolError("a coordinator's message must be [counts, wave, running]")
+        counts, wave, running = plain[:3]
+        if type(wave) is not int or type(running) is not bool:
+            raise ProtocolError("a coordinator's wave must be an integer, and running a boolean")
+        self.state.published(wave, running)
+        self._stats.wave = wave
+        if type(counts) is list:
+            self._registry.take_loads(counts)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _complete(self, wave: int, *, live: bool) -> None:
+        before = self.state.wave
+        wake = self.state.completed(wave, live=live)
+        if self.state.wave != before:
+            self._stats.waves += 1
+            self._stats.wave = self.state.wave
+        self._wake(wake)
+
+    def _wake(self, wake: Wake | None) -> None:
+        if wake is None:
+            return
+        members = self.members()
+        if not members:
+            return
+        self._stats.wakes += 1
+        plain = StartWave(wake.wave, wake.exclude).to_plain()
+        if self.keeper == "in process":
+            # One payload for all: a group with a coordinator has one dialect.
+            payload = self._codec(members[0]).encode(plain)
+            self._emit(Outgoing("coordinator_input", -1, (RequestType.START_DP_WAVE, payload)))
+            return
+        for index in members:
+            if index != wake.exclude:
+                engine = self._registry.engines[index]
+                frames = (engine.id, RequestType.START_DP_WAVE, self._codec(index).encode(plain))
+                self._emit(Outgoing("input", index, frames))
+
+    def _codec(self, index: int) -> Codec:
+        return codec_named(self._registry.engines[index].codec or "cbor")
+
+    def _notify(self, rank: int) -> None:
+        """Tell the external coordinator that a request found the group asleep."""
+        self._stats.wakes += 1
+        payload = self._codec(rank).encode([rank, self.state.wave])
+        self._emit(Outgoing("coordinator", -1, (payload,)))
