@@ -1,0 +1,1 @@
+"""The client against reference engines in other processes, under one kind of trouble each."""
