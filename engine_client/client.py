@@ -377,9 +377,10 @@ class EngineClient(UtilityMethods):
         dispatcher = getattr(self, "_dispatcher", None)
         if dispatcher is None or dispatcher.registry.ended or dispatcher.is_foreign():
             return
+        state = repr(self)  # before it changes
         # No lock and no wait: a finalizer runs anywhere, even in the dispatcher.
         dispatcher.ask_close(Deadline(dispatcher.config.close_timeout))
-        warnings.warn(f"unclosed {self!r}", ResourceWarning, stacklevel=2, source=self)
+        warnings.warn(f"unclosed {state}", ResourceWarning, stacklevel=2, source=self)
 
     def __repr__(self) -> str:
         dispatcher = self._dispatcher

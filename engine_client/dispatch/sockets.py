@@ -60,9 +60,10 @@ class Transport:
         """Close everything; waits at most ``linger`` seconds for what is still to be sent."""
         milliseconds = min(int(linger * 1e3), 2**31 - 1)
         for name, sock in self.sockets.items():
-            with suppress(zmq.ZMQError):
-                if name in self.monitors:
+            if name in self.monitors:
+                with suppress(zmq.ZMQError):  # refused once the context was terminated
                     sock.disable_monitor()
+            with suppress(zmq.ZMQError):
                 sock.close(linger=milliseconds if name == "input" else 0)
         for monitor in self.monitors.values():
             with suppress(zmq.ZMQError):
