@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 __all__ = ["html_table", "one_line", "text_table"]
+
+CELL_LIMIT = 300
+"""Characters of an HTML table's cell, which takes several lines where it has to."""
 
 
 def one_line(value: object, limit: int = 100) -> str:
@@ -69,16 +72,38 @@ def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def html_table(
-    header: Sequence[str], rows: Iterable[Sequence[object]], *, caption: str = ""
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    caption: str = "",
+    strong: Collection[int] = (),
 ) -> str:
-    """An HTML table; every cell and the caption are escaped."""
+    """An HTML table; every cell and the caption are escaped.
+
+    Colours are the page's, so that it is readable on a dark one too.
+
+    Args:
+        header: the columns' names.
+        rows: the cells.
+        caption: stands above the table.
+        strong: numbers of the rows, from 0, that stand out.
+    """
     parts = ["<table>"]
     if caption:
-        parts.append(f"<caption>{html.escape(caption)}</caption>")
-    head = "".join(f"<th>{html.escape(h)}</th>" for h in header)
-    parts.append(f"<thead><tr>{head}</tr></thead><tbody>")
-    for row in rows:
-        cells = "".join(f"<td>{html.escape(one_line(c))}</td>" for c in row)
-        parts.append(f"<tr>{cells}</tr>")
+        text = html.escape(one_line(caption, CELL_LIMIT))
+        parts.append(f'<caption style="caption-side:top;{_LEFT}">{text}</caption>')
+    parts.append(f"<thead>{_html_row('th', header)}</thead><tbody>")
+    parts += (_html_row("td", row, strong=n in strong) for n, row in enumerate(rows))
     parts.append("</tbody></table>")
     return "".join(parts)
+
+
+def _html_row(tag: str, cells: Iterable[object], *, strong: bool = False) -> str:
+    # Jupyter aligns every cell to the right, which makes texts of several lines hard to read; and
+    # only a style on the cell itself overrides that.
+    texts = (html.escape(one_line(cell, CELL_LIMIT)) for cell in cells)
+    row = "".join(f'<{tag} style="{_LEFT}">{text}</{tag}>' for text in texts)
+    return f'<tr style="font-weight:bold">{row}</tr>' if strong else f"<tr>{row}</tr>"
+
+
+_LEFT = "text-align:left"

@@ -10,14 +10,13 @@ from typing import Any, Literal, Unpack
 
 import zmq
 
-from engine_client import _render
 from engine_client.compensation import check_undo, raise_undone, undo
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
 from engine_client.dispatch.bootstrap import start
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.sockets import open_transport
-from engine_client.engines import EngineInfo, Pending, Targets
+from engine_client.engines import EngineInfo, EngineInfos, Pending, Targets, engines_html
 from engine_client.errors import UtilityCallError
 from engine_client.fanout import note_one_list, settle
 from engine_client.generation import generate
@@ -59,7 +58,7 @@ class EngineClient(UtilityMethods):
         registry = self._dispatcher.registry
         in_flight = registry.in_flight()
         offset = time.time() - time.monotonic()
-        return tuple(
+        return EngineInfos(
             EngineInfo(
                 index=record.index,
                 id=record.id,
@@ -167,6 +166,7 @@ class EngineClient(UtilityMethods):
         Returns:
             The outcomes, keyed by engine index, in target order.
         """
+        __tracebackhide__ = True
         return settle(
             self._dispatcher, method, args, engines=engines, timeout=self._seconds(timeout)
         )
@@ -394,10 +394,9 @@ class EngineClient(UtilityMethods):
         return f"<EngineClient open: {alive} of {len(records)} engines alive{live}>"
 
     def _repr_html_(self) -> str:
-        rows = [info._row() for info in self.engines]
-        return _render.html_table(
-            ("engine", "state", "codec", "in flight"), rows, caption=repr(self)
-        )
+        # A fork's child must not take the lock that the engines are read under.
+        engines = () if self._dispatcher.is_foreign() else self.engines
+        return engines_html(engines, caption=repr(self)[1:-1])
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -414,6 +413,7 @@ class EngineClient(UtilityMethods):
     def _unwrap(
         self, outcomes: Outcomes, undo_call: UtilityCall | None, timeout: Timeout
     ) -> list[Any]:
+        __tracebackhide__ = True
         if outcomes.all_ok:
             return outcomes.values_in_order()
         error = outcomes.error()

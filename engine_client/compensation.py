@@ -75,6 +75,7 @@ def raise_undone(
     An interrupt of the undo goes through instead, with the error as its context, which has then
     what is known of the undo.
     """
+    __tracebackhide__ = True
     assert error.outcomes is not None
     try:
         raise error

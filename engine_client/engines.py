@@ -12,11 +12,13 @@ from engine_client import _render
 __all__ = [
     "MAX_ENGINES",
     "EngineInfo",
+    "EngineInfos",
     "Pending",
     "Targets",
     "engine_id",
     "engine_index",
     "engine_names",
+    "engines_html",
     "resolve_targets",
 ]
 
@@ -99,7 +101,7 @@ class Pending:
     """Seconds since the caller began it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class EngineInfo:
     """One engine as the client last knew it (a snapshot)."""
 
@@ -111,7 +113,7 @@ class EngineInfo:
     """``"cbor"`` or ``"msgpack"``; None before its first message."""
     alive: bool
     """Whether calls to it are accepted."""
-    ready: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    ready: Mapping[str, Any] = field(default_factory=dict)
     """What it said of itself when it registered (``max_model_len``, ``vllm_version`` ...)."""
     last_seen: float | None = None
     """Unix time in seconds of its last message; None before the first."""
@@ -120,9 +122,37 @@ class EngineInfo:
     cause_of_death: str | None = None
     """Why it is not alive; None while it is, or before it first came."""
 
-    def _row(self) -> tuple[object, ...]:
-        state = "alive" if self.alive else f"dead: {self.cause_of_death or 'not yet registered'}"
-        return (self.index, state, self.codec or "-", self.in_flight)
+    @property
+    def _state(self) -> str:
+        return "alive" if self.alive else f"dead: {self.cause_of_death or 'not yet registered'}"
+
+    def __repr__(self) -> str:
+        busy = f", {self.in_flight} in flight" if self.in_flight else ""
+        return f"<EngineInfo {self.index}: {self._state}{busy}>"
 
     def _repr_html_(self) -> str:
-        return _render.html_table(("engine", "state", "codec", "in flight"), [self._row()])
+        ready = _render.html_table(("key", "value"), self.ready.items())
+        return (
+            f"{engines_html([self])}<details><summary>what it said of itself when it registered"
+            f"</summary>{ready}</details>"
+        )
+
+
+class EngineInfos(tuple[EngineInfo, ...]):
+    """A tuple of engines that a notebook shows as a table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return engines_html(self)
+
+
+def engines_html(engines: Iterable[EngineInfo], caption: str = "") -> str:
+    """Engines as an HTML table, a row for each."""
+    shown = list(engines)
+    return _render.html_table(
+        ("engine", "state", "codec", "in flight"),
+        [(info.index, info._state, info.codec or "-", info.in_flight) for info in shown],
+        caption=caption,
+        strong=[number for number, info in enumerate(shown) if not info.alive],
+    )

@@ -35,7 +35,9 @@ restore the attributes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
+
+from engine_client import _render
 
 if TYPE_CHECKING:
     from engine_client.outcome import Outcomes
@@ -74,12 +76,26 @@ MESSAGE_LIMIT = 500
 class EngineClientError(Exception):
     """The base of every error of this package."""
 
+    _facts: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that are shown beside its text."""
+
     def __init__(self, message: str = "") -> None:
         super().__init__(message)
+
+    def __repr__(self) -> str:
+        facts = "".join(f", {name}={getattr(self, name, None)!r}" for name in self._facts)
+        return f"{type(self).__name__}({_render.one_line(str(self), MESSAGE_LIMIT)!r}{facts})"
+
+    def _repr_html_(self) -> str:
+        header = ("error", *(name.replace("_", " ") for name in self._facts), "text")
+        facts = (getattr(self, name, None) for name in self._facts)
+        return _render.html_table(header, [(type(self).__name__, *facts, str(self))])
 
 
 class HandshakeError(EngineClientError):
     """The engines did not all start as they must."""
+
+    _facts = ("missing", "stage")
 
     missing: tuple[int, ...]
     """Indices of the engines that are not ready."""
@@ -103,6 +119,9 @@ class _EndedError(EngineClientError):
     def __init__(self, message: str = "", *, outcomes: Outcomes | None = None) -> None:
         super().__init__(message)
         self.outcomes = outcomes
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + _tables(self.outcomes)
 
 
 class ClientClosedError(_EndedError):
@@ -139,6 +158,8 @@ class RequestRefusedError(EngineClientError, ValueError):
 
 class EngineError(EngineClientError):
     """One engine's failure in one call."""
+
+    _facts = ("engine", "may_have_run")
 
     engine: int | None
     """Index of the engine."""
@@ -243,9 +264,15 @@ class UtilityCallError(EngineClientError):
             text += f"\n  undo {self.compensation.summary()}"
         return text
 
+    def __repr__(self) -> str:
+        # Not its text, which has several lines.
+        if not self.outcomes:
+            return super().__repr__()
+        undo = f"; undo {self.compensation._counts()}" if self.compensation is not None else ""
+        return f"<{type(self).__name__} {self.outcomes._counts()}{undo}>"
+
     def _repr_html_(self) -> str:
-        shown = (self.outcomes, self.compensation)
-        return "".join(one._repr_html_() for one in shown if one is not None)
+        return _tables(self.outcomes, self.compensation) or super()._repr_html_()
 
 
 class UtilityTimeoutError(UtilityCallError, TimeoutError):
@@ -266,6 +293,9 @@ class ConsensusError(EngineClientError):
         self.method = method
         self.outcomes = outcomes  # type: ignore[assignment]  # as above
 
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + _tables(self.outcomes)
+
 
 class DuplicateRequestError(EngineClientError):
     """A request with this id is still live in this client."""
@@ -273,6 +303,8 @@ class DuplicateRequestError(EngineClientError):
 
 class StreamError(EngineClientError):
     """A request's stream ended before its last output."""
+
+    _facts = ("request_id", "engine")
 
     request_id: str
     engine: int | None
@@ -295,3 +327,9 @@ class StreamOverflow(StreamError):
 
 class StreamTimeout(StreamError, TimeoutError):
     """No output came by the deadline; the stream goes on."""
+
+
+def _tables(outcomes: Outcomes | None, undone: Outcomes | None = None) -> str:
+    """The outcomes that an error carries, as HTML."""
+    shown = "" if outcomes is None else outcomes._repr_html_()
+    return shown if undone is None else shown + undone._repr_html_("undo ")

@@ -115,6 +115,9 @@ def settle(
         RequestRefusedError: the call would wedge a lockstep group; nothing was sent.
         ClientClosedError, ClientBrokenError: the client ended; ``outcomes`` if it was under way.
     """
+    # IPython and pytest leave such frames out, so that a traceback shows the caller's line and what
+    # happened to the call, not how a call works.
+    __tracebackhide__ = True
     deadline = Deadline(timeout)
     check_method(method)
     dispatcher.check_usable()
@@ -214,6 +217,7 @@ def _lora_id(method: str, args: list[Any]) -> int | None:
 
 def _wait(dispatcher: Dispatcher, call: PendingCall) -> None:
     """Block until the call has settled or its deadline has passed."""
+    __tracebackhide__ = True
     interval = dispatcher.config.slow_call_warning
     if call.deadline.timeout is not None or interval is None:
         call.latch.wait(call.deadline.lock_timeout())

@@ -192,11 +192,17 @@ class Outcomes(Mapping[int, Outcome]):
         return f"{self.method}\n{_render.text_table(_HEADER, self._rows())}"
 
     def __repr__(self) -> str:
-        failed = len(self.failures)
-        return f"<Outcomes {self.method}: {len(self) - failed} ok, {failed} failed>"
+        return f"<Outcomes {self._counts()}>"
 
-    def _repr_html_(self) -> str:
-        return _render.html_table(_HEADER, self._rows(), caption=self.method)
+    def _counts(self) -> str:
+        failed = len(self.failures)
+        return f"{self.method}: {len(self) - failed} ok, {failed} failed"
+
+    def _repr_html_(self, title: str = "") -> str:
+        failed = [n for n, one in enumerate(self._outcomes.values()) if isinstance(one, Failed)]
+        return _render.html_table(
+            _HEADER, self._rows(), caption=title + self._counts(), strong=failed
+        )
 
     def __getstate__(self) -> tuple[str, dict[int, Outcome]]:
         return self.method, self._outcomes

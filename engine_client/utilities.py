@@ -58,6 +58,7 @@ def _change(
     refusable: bool = False,
 ) -> list[Any]:
     """Call a method that changes something; the results in target order."""
+    __tracebackhide__ = True
     undo_call = _resolve_undo(method, compensate, inverse)
     outcomes = client.settle_utility(method, *args, timeout=timeout, engines=engines)
     if refusable:
