@@ -4,17 +4,30 @@ A rule names a message and an action::
 
     FaultRule("sleep", "drop")                          # every reply to sleep() is lost
     FaultRule("add_lora", "fail", message="no memory")  # it reports a failure
-    FaultRule("echo", "die", occurrence=3)              # SIGKILL at the third echo()
+    FaultRule("add_lora", "fail", worker=1)             # one of its workers does
+    FaultRule("echo", "die", occurrence=3, engine=1)    # SIGKILL of engine 1 at its third echo()
+    FaultRule("OUTPUTS", "garbage", data="ff")          # in place of what requests are told
     FaultRule("READY", "drop")                          # it never reports that it is ready
 
 ``method`` is a utility method, ``"*"`` (every utility call), a message type (``"ADD"``,
-``"ABORT"``) or a message of the startup (``"HELLO"``, ``"REGISTRATION"``, ``"READY"``).  Each rule
-counts the messages that match it, from the moment it was added; the first rule whose turn it is
-acts.  The remote control of an engine (``mock_...``) is never subject to a fault.
+``"ABORT"``), ``"OUTPUTS"`` (each message about requests that the engine sends) or a message of the
+startup (``"HELLO"``, ``"REGISTRATION"``, ``"READY"``).  Each rule counts the messages that match
+it, in each engine for itself, from the moment it was added; the first rule whose turn it is acts.
+The remote control of an engine (``mock_...``) is never subject to a fault.
+
+One :class:`FaultPlan` serves a whole group.  Engines in threads are given the plan itself, and
+rules may be added while they run; engines in processes get it on their command line::
+
+    plan = FaultPlan([FaultRule("add_lora", "fail", engine=1)])
+    MockEngine(address, 1, faults=plan)
+    [sys.executable, "-m", "engine_client.tools.mock_engine", ..., *plan.arguments()]
+
+or, over the wire, while they run: ``client.call_utility("mock_fault", rule.to_plain())``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -23,17 +36,31 @@ __all__ = ["FaultPlan", "FaultRule"]
 
 STARTUP_MESSAGES = frozenset({"HELLO", "REGISTRATION", "READY"})
 REQUEST_MESSAGES = frozenset({"ADD", "ABORT", "START_DP_WAVE"})
+OUTPUTS = "OUTPUTS"
 
 ENDINGS = frozenset({"die", "exit", "sentinel", "stop", "stop_answering", "deaf", "mute"})
 """Actions that end or silence the engine: at the message, or with ``after_reply`` behind it."""
 
 REPLIES = frozenset(
-    {"drop", "delay", "duplicate", "garbage", "corrupt", "unknown_id", "fail", "hold", "busy"}
+    {
+        "answer",
+        "busy",
+        "corrupt",
+        "delay",
+        "drop",
+        "duplicate",
+        "fail",
+        "fail_after",
+        "garbage",
+        "hold",
+        "unknown_id",
+    }
 )
 """Actions on one reply; the engine goes on."""
 
 _POSSIBLE_AT_STARTUP = ENDINGS | {"drop", "busy", "delay", "duplicate", "garbage"}
 _POSSIBLE_AT_REQUESTS = ENDINGS | {"drop", "busy", "garbage"}
+_POSSIBLE_AT_OUTPUTS = ENDINGS | {"drop", "busy", "delay", "duplicate", "garbage", "hold"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +70,7 @@ class FaultRule:
     What ``do`` can be:
 
     ==================  =========================================================================
-    ``drop``            the call is executed, its reply is lost
+    ``drop``            the call is executed, its reply is lost; a request is not run
     ``delay``           the reply leaves ``seconds`` later; the engine goes on meanwhile
     ``busy``            the engine handles nothing at all for ``seconds``, then answers
     ``hold``            the reply waits for the remote call ``mock_release``
@@ -52,7 +79,10 @@ class FaultRule:
     ``garbage``         the frames ``data`` instead of the reply
     ``corrupt``         the reply with the bytes ``data`` in place of its value; without ``data``
                         it ends there.  Engine index and call id stay readable
-    ``fail``            the call is not executed; a failure with ``message`` is reported
+    ``fail``            the call is not executed; a failure with ``message`` is reported.  With
+                        ``worker``, that worker of the engine fails and the others execute it
+    ``fail_after``      the call is executed, and a failure with ``message`` reported all the same
+    ``answer``          the call is not executed; it is answered with ``value``
     ``die``             SIGKILL to itself (an engine in a thread drops its sockets)
     ``exit``            ends with ``code``, after writing ``message`` to stderr
     ``sentinel``        announces its death, closes the output, ends ``seconds`` later with ``code``
@@ -77,6 +107,10 @@ class FaultRule:
     """Ending actions only: execute and answer first, with the reply flushed."""
     engine: int | None = None
     """Act only in the engine with this index, so that one plan serves a group."""
+    value: Any = None
+    """What ``answer`` answers."""
+    worker: int | None = None
+    """The worker that ``fail`` fails in; None: the engine itself."""
 
     def __post_init__(self) -> None:
         if not self.method:
@@ -85,6 +119,8 @@ class FaultRule:
             possible = _POSSIBLE_AT_STARTUP
         elif self.method in REQUEST_MESSAGES:
             possible = _POSSIBLE_AT_REQUESTS
+        elif self.method == OUTPUTS:
+            possible = _POSSIBLE_AT_OUTPUTS
         else:
             possible = ENDINGS | REPLIES
         if self.do not in possible:
@@ -93,6 +129,8 @@ class FaultRule:
         if self.after_reply and (self.do not in ENDINGS or self.do == "stop"):
             # A stopped process has no thread left that could flush the reply.
             raise ValueError(f"after_reply has no meaning for {self.do!r}")
+        if self.worker is not None and self.do != "fail":
+            raise ValueError(f"worker has no meaning for {self.do!r}")
         if self.occurrence is not None and self.occurrence < 1:
             raise ValueError(f"occurrence counts from 1, not {self.occurrence}")
         if not self.seconds >= 0:
@@ -130,14 +168,13 @@ class _Counted:
 
     def __init__(self, rule: FaultRule) -> None:
         self.rule = rule
-        self.matches = 0
+        self.matches: dict[int, int] = {}  # for each engine, which alone changes its entry
 
 
 class FaultPlan:
-    """The rules of one engine and how often each has matched.
+    """The rules of one or many engines, and how often each rule has matched in each of them.
 
-    Rules may be added from any thread while the engine runs.  An engine counts for itself: give
-    each its own plan (``MockEngine`` makes one from a list of rules).
+    Rules may be added from any thread while the engines run.
     """
 
     def __init__(self, rules: Iterable[FaultRule | Mapping[str, Any]] = ()) -> None:
@@ -157,17 +194,27 @@ class FaultPlan:
     def take(self, message: str, engine: int) -> FaultRule | None:
         """Count ``message`` and return the rule that acts on it, if one does."""
         acting = None
-        utility = message not in STARTUP_MESSAGES and message not in REQUEST_MESSAGES
+        utility = not (
+            message in STARTUP_MESSAGES or message in REQUEST_MESSAGES or message == OUTPUTS
+        )
         for counted in self._counted:
             rule = counted.rule
             if rule.engine is not None and rule.engine != engine:
                 continue
             if rule.method == message or (rule.method == "*" and utility):
-                counted.matches += 1
-                due = rule.occurrence is None or rule.occurrence == counted.matches
+                matches = counted.matches[engine] = counted.matches.get(engine, 0) + 1
+                due = rule.occurrence is None or rule.occurrence == matches
                 if due and acting is None:
                     acting = rule
         return acting
+
+    def acts_on(self, message: str) -> bool:
+        """Return whether there is a rule for a message, whether or not its turn has come."""
+        return any(counted.rule.method == message for counted in self._counted)
+
+    def arguments(self) -> list[str]:
+        """Return the plan as arguments for the command line of an engine's process."""
+        return ["--faults", json.dumps([rule.to_plain() for rule in self])]
 
     def __bool__(self) -> bool:
         return bool(self._counted)

@@ -20,7 +20,15 @@ a reply that it cannot send leaves it mute.  What it does wrong on purpose is to
 ``mock_clear()``                remove all faults
 ``mock_release(method=None)``   send the replies that ``hold`` kept; answers how many
 ``mock_log()``                  what the engine received so far, oldest first, as maps
+``mock_step(count=1)``          make steps, also where there are none by themselves; answers how
+                                many had something to do
 ==============================  =================================================================
+
+Generation requests are run as ``mock_scheduler.py`` describes, and generate what
+``mock_tokens.generate_tokens`` says; :class:`EngineOptions` has how long a step takes, whether
+statistics are sent, and more.  What a vLLM engine dies of kills this one: a request whose id is
+still live, an empty prompt, one of ``max_model_len`` tokens or more, a token id beyond the
+vocabulary, an adapter that cannot be loaded, a pooling task that it does not support.
 """
 
 from __future__ import annotations
@@ -37,27 +45,23 @@ from types import TracebackType
 from typing import IO, Any
 
 from engine_client.engines import engine_id
-from engine_client.errors import EncodeError, ProtocolError
-from engine_client.tools.faults import ENDINGS, FaultPlan, FaultRule
-from engine_client.tools.mock_log import REQUEST_NAMES, MessageLog, Received
-from engine_client.tools.mock_methods import EngineModel, default_ready, failure_detail
-from engine_client.tools.mock_sockets import (
-    OUTPUT_LINGER_MS,
-    STOP_LINGER_MS,
-    Ended,
-    EngineSockets,
-    Socket,
-)
-from engine_client.wire.codec import codec_named, plain
+from engine_client.errors import ProtocolError
+from engine_client.tools.faults import FaultPlan, FaultRule
+from engine_client.tools.mock_calls import Calls
+from engine_client.tools.mock_endings import Endings, complain
+from engine_client.tools.mock_log import MessageLog, Received
+from engine_client.tools.mock_methods import Deferred, EngineModel
+from engine_client.tools.mock_options import EngineOptions
+from engine_client.tools.mock_requests import Requests
+from engine_client.tools.mock_sockets import STOP_LINGER_MS, Ended, EngineSockets, Socket
+from engine_client.wire.codec import codec_named
 from engine_client.wire.handshake import EngineHandshake
-from engine_client.wire.messages import DEAD_SENTINEL, Init, RequestType
+from engine_client.wire.messages import Init, RequestType
 
-__all__ = ["MockEngine", "Received", "main"]
+__all__ = ["EngineOptions", "MockEngine", "Received", "main"]
 
 INIT_TIMEOUT = 300.0
 """Seconds that an engine waits for its INIT, as vLLM does."""
-UNKNOWN_ID = 2**52
-"""The bit that turns a call id into one that nobody waits for."""
 STOP_LIMIT = 1.5
 """Seconds after a signal at which a process that has not ended by itself is ended."""
 
@@ -70,11 +74,12 @@ class MockEngine:
             the data addresses are given and the engine only registers.
         index: The engine's index; its ZeroMQ identity follows from it.
         codec: ``"cbor"`` or ``"msgpack"``.
-        faults: Rules, or a ``FaultPlan`` of its own.
+        faults: Rules, or a ``FaultPlan``, which several engines may share.
         input_address: Bootstrapped mode: one address, or one for each client.
         output_address: Likewise, in the same order.
         ready: Keys of the registration to replace or add.
-        model: What the engine knows and can do.
+        options: How it behaves: ``EngineOptions``, or a map of them.
+        model: What the engine knows and can do, made with options of its own.
         methods: More utility methods, by name.
         local: Whether it says in its HELLO that the client launched it.
         identity: Another ZeroMQ identity than the index, to play a stray peer.
@@ -95,6 +100,7 @@ class MockEngine:
         input_address: str | Sequence[str] | None = None,
         output_address: str | Sequence[str] | None = None,
         ready: Mapping[str, Any] | None = None,
+        options: EngineOptions | Mapping[str, Any] | None = None,
         model: EngineModel | None = None,
         methods: Mapping[str, Callable[..., Any]] | None = None,
         local: bool = False,
@@ -108,29 +114,37 @@ class MockEngine:
         given = bool(address), *map(bool, self._bootstrap)
         if given not in ((True, False, False), (False, True, True)):
             raise ValueError("give a handshake address, or an input and an output address")
+        if model is not None and options is not None:
+            raise ValueError("give the options to the model")
         self.index = index
         self.faults = faults if isinstance(faults, FaultPlan) else FaultPlan(faults or ())
-        self.model = model if model is not None else EngineModel(index)
-        self.ready = {**default_ready(index), **(ready or {})}
+        self.model = model if model is not None else EngineModel(index, options)
+        self.ready = self.model.ready
+        self.ready.update(ready or {})
         self.exit_code: int | None = None
         """How it ended: 0 after ``stop()``, else what its process's exit code would be."""
         self._address = address
         self._codec = codec_named(codec)
-        self._methods: dict[str, Callable[..., Any]] = {
+        self._local = local
+        self._log = MessageLog(self._codec, log_file) if keep_log or log_file else None
+        self._init_timeout = init_timeout
+        self._sockets = EngineSockets(engine_id(index) if identity is None else identity)
+        self._endings = Endings(self._sockets, owns_process)
+        all_methods: dict[str, Callable[..., Any]] = {}
+        parts = self._codec, self._sockets, self.faults, self._endings
+        self._calls = Calls(self.model, all_methods, *parts)
+        self._requests = Requests(self.model, *parts, self._calls)
+        all_methods |= {
+            # Without fault tolerance, which is not simulated, a vLLM engine stops receiving.
+            "handle_fault_tolerance": self._deafen,
             **self.model.methods,
             **(methods or {}),
             "mock_fault": self.faults.add,
             "mock_clear": self.faults.clear,
-            "mock_release": self._release,
+            "mock_release": self._calls.release,
             "mock_log": lambda: [entry.to_plain() for entry in self.log],
+            "mock_step": self._requests.step_now,
         }
-        self._local = local
-        self._log = MessageLog(self._codec, log_file) if keep_log or log_file else None
-        self._owns_process = owns_process
-        self._init_timeout = init_timeout
-        self._held: list[tuple[str, int, list[bytes]]] = []
-        self._silent = False
-        self._sockets = EngineSockets(engine_id(index) if identity is None else identity)
         self._thread: threading.Thread | None = None
 
     # -- life ------------------------------------------------------------------------------------
@@ -183,7 +197,15 @@ class MockEngine:
         try:
             self._sockets.open()
             self._start_up()
-            self._serve()
+            try:
+                self._serve()
+            except Ended:
+                if self._sockets.stopping:
+                    self._requests.end_all()  # as a vLLM engine does at SIGTERM
+                raise
+            except Exception as exc:
+                complain(f"EngineCore encountered a fatal error. {type(exc).__name__}: {exc}")
+                self._endings.announce_death(self.model.options.farewell_seconds, 1)
         except Ended as ended:
             linger_ms, code = ended.linger_ms, ended.code
         finally:
@@ -218,7 +240,7 @@ class MockEngine:
 
     def _await_init(self, channel: Socket) -> Init:
         if not self._sockets.pause(self._init_timeout, until=channel):
-            _complain(f"engine {self.index}: no INIT within {self._init_timeout:g} s")
+            complain(f"engine {self.index}: no INIT within {self._init_timeout:g} s")
             raise Ended(1)
         frames = channel.recv_multipart()
         try:
@@ -226,7 +248,7 @@ class MockEngine:
                 raise ProtocolError(f"an INIT has one frame, not {len(frames)}")
             return Init.from_plain(self._codec.decode(frames[0]))
         except ProtocolError as exc:
-            _complain(f"engine {self.index}: bad INIT: {exc}")
+            complain(f"engine {self.index}: bad INIT: {exc}")
             raise Ended(1) from None
 
     def _announce(self, message: str, socket: Socket, payload: bytes) -> None:
@@ -245,9 +267,9 @@ class MockEngine:
         elif rule.do != "drop":
             if rule.after_reply:
                 socket.send(payload)
-            self._end_as(rule)
-            continued = rule.do == "stop" and not self._silent
-            if not continued and (self._silent or not rule.after_reply):
+            self._endings.end_as(rule)
+            continued = rule.do == "stop" and not self._endings.silent
+            if not continued and (self._endings.silent or not rule.after_reply):
                 self._sockets.pause(None)  # nothing comes of this startup any more
             if continued:
                 socket.send(payload)
@@ -255,7 +277,9 @@ class MockEngine:
     # -- the loop --------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        """Receive and answer; between the messages, run the requests that there are."""
         sockets, faults, utility = self._sockets, self.faults, RequestType.UTILITY
+        calls, endings, scheduler = self._calls, self._endings, self.model.scheduler
         record = self._log.record if self._log is not None else None
         while True:
             frames = sockets.receive()
@@ -263,179 +287,56 @@ class MockEngine:
                 raise Ended(0, STOP_LINGER_MS)
             if record is not None:
                 record(frames)
-            if frames[0] == utility and not faults and not self._silent:
-                request = self._decode_call(frames)
+            if frames[0] == utility and not faults and not endings.silent:
+                request = calls.decode(frames)
                 if request is not None:
                     client, call_id, method, args = request
-                    reply = self._execute(call_id, method, args)
-                    sockets.send(client, [reply])
+                    reply = calls.execute(call_id, method, args)
+                    if type(reply) is Deferred:
+                        calls.answer_later(reply, client, call_id, method)
+                    else:
+                        sockets.send(client, [reply])
             else:
                 self._handle(frames)
+            if scheduler.live or scheduler.unsettled:
+                self._work()
 
-    def _decode_call(self, frames: list[bytes]) -> tuple[int, Any, Any, Any] | None:
-        """Read a utility call; one that cannot be read ends all receiving, as in vLLM."""
-        try:
-            client, call_id, method, args = self._codec.decode(frames[1])
-        except (ProtocolError, TypeError, ValueError, IndexError):
-            self._sockets.deafen()
-            return None
-        return client, call_id, method, args
-
-    def _execute(self, call_id: Any, method: Any, args: Any) -> bytes:
-        """Execute a utility call; return its encoded reply."""
-        function = self._methods.get(method) if isinstance(method, str) else None
-        if function is None:
-            detail = f"'EngineCoreProc' object has no attribute '{method}'"
-            return self._encode(call_id, f"Call to {method} method failed: {detail}")
-        try:
-            value = function(*args)
-        except Exception as exc:
-            detail = failure_detail(function, args, exc)
-            return self._encode(call_id, f"Call to {method} method failed: {detail}")
-        return self._encode(call_id, None, value)
-
-    def _encode(self, call_id: Any, failure: str | None, value: Any = None) -> bytes:
-        """Encode a reply; one that cannot be encoded ends all sending, as in vLLM."""
-        try:
-            result = None if failure is not None else [None, plain(value, "result")]
-            return self._codec.encode(
-                [
-                    self.index,
-                    [],
-                    None,
-                    time.monotonic(),
-                    [call_id, failure, result],
-                    None,
-                    None,
-                    None,
-                    None,
-                ]
-            )
-        except EncodeError as exc:
-            _complain(f"engine {self.index}: cannot send what the method returned: {exc}")
-            self._sockets.mute()
-            return b""
+    def _work(self) -> None:
+        """Alternate between messages and steps until there is nothing to compute."""
+        scheduler, manual = self.model.scheduler, self.model.options.manual_steps
+        while scheduler.has_work:
+            frames = self._sockets.take()
+            if frames is not None:
+                if self._log is not None:
+                    self._log.record(frames)
+                self._handle(frames)
+            elif manual and scheduler.computes:
+                return  # until a message tells to
+            else:
+                self._requests.step()
+        scheduler.settle_idle()
 
     def _handle(self, frames: list[bytes]) -> None:
-        """Handle what the plain path leaves out: faults, requests and nonsense."""
-        if self._silent:
+        """Handle one message of whatever kind."""
+        if self._endings.silent:
             return
-        message = REQUEST_NAMES.get(frames[0])
-        if message == "UTILITY":
-            request = self._decode_call(frames)
+        if frames[0] == RequestType.UTILITY:
+            request = self._calls.decode(frames)
             if request is not None:
-                self._answer(*request)
-            return
-        try:
-            if message is None:
-                raise ProtocolError("unknown type of request")
-            self._codec.decode(frames[1])
-        except (ProtocolError, IndexError):
-            self._sockets.deafen()
-            return
-        rule = self.faults.take(message, self.index)
-        if rule is None or rule.do == "drop":
-            return
-        if rule.do == "busy":
-            self._sockets.pause(rule.seconds)
-        elif rule.do == "garbage":
-            self._sockets.send(0, rule.frames)
+                self._calls.answer(*request)
         else:
-            self._end_as(rule)
+            self._requests.receive(frames)
 
-    # -- faults ----------------------------------------------------------------------------------
-
-    def _answer(self, client: int, call_id: Any, method: Any, args: Any) -> None:
-        """Answer a utility call under the faults."""
-        send = self._sockets.send
-        controls = isinstance(method, str) and method.startswith("mock_")
-        rule = None if controls else self.faults.take(method, self.index)
-        if rule is None:
-            send(client, [self._execute(call_id, method, args)])
-            return
-        if rule.do == "fail":
-            text = f"Call to {method} method failed: {rule.message}"
-            send(client, [self._encode(call_id, text)])
-            return
-        if rule.do == "busy":
-            self._sockets.pause(rule.seconds)
-        elif rule.do in ENDINGS and not rule.after_reply:
-            self._end_as(rule)
-            if self._silent or rule.do == "deaf":
-                return
-        if rule.do == "unknown_id":
-            call_id = call_id ^ UNKNOWN_ID if isinstance(call_id, int) else UNKNOWN_ID
-        reply = [self._execute(call_id, method, args)]
-        if rule.do == "delay":
-            self._sockets.send_later(rule.seconds, client, reply)
-        elif rule.do == "hold":
-            self._held.append((method, client, reply))
-        elif rule.do == "garbage":
-            send(client, rule.frames)
-        elif rule.do == "corrupt":
-            send(client, [self._corrupted(call_id, b"".join(rule.frames))])
-        elif rule.do != "drop":
-            send(client, reply)
-            if rule.do == "duplicate":
-                send(client, reply)
-            if rule.after_reply:
-                self._end_as(rule)
-
-    def _corrupted(self, call_id: Any, data: bytes) -> bytes:
-        """Encode a reply with ``data`` in place of the value, or cut off where that begins."""
-        marker = os.urandom(16)
-        reply = self._encode(call_id, None, marker)
-        before, _, after = reply.partition(self._codec.encode(marker))
-        return before + data + after if data else before
-
-    def _release(self, method: str | None = None) -> int:
-        """Send the held replies, or those to one method, in the order of their calls."""
-        held, self._held = self._held, []
-        for entry in held:
-            if method in (None, entry[0]):
-                self._sockets.send(entry[1], entry[2])
-            else:
-                self._held.append(entry)
-        return len(held) - len(self._held)
-
-    def _end_as(self, rule: FaultRule) -> None:
-        """End or silence the engine as the rule says."""
-        linger_ms = OUTPUT_LINGER_MS if rule.after_reply else 0
-        if rule.do == "deaf":
-            self._sockets.deafen()
-        elif rule.do == "mute":
-            self._sockets.mute()
-        elif rule.do == "stop" and self._owns_process:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif rule.do in ("stop", "stop_answering"):
-            self._silent = True
-        elif rule.do == "die":
-            if self._owns_process and not rule.after_reply:
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise Ended(-signal.SIGKILL, linger_ms)
-        elif rule.do == "exit":
-            if rule.message:
-                _complain(rule.message)
-            raise Ended(rule.code, linger_ms)
-        else:
-            for client in range(len(self._sockets.outputs)):
-                self._sockets.send(client, [DEAD_SENTINEL])
-            self._sockets.mute()
-            self._sockets.pause(rule.seconds)
-            raise Ended(rule.code, OUTPUT_LINGER_MS)
+    def _deafen(self, *_: Any) -> Deferred:
+        """Never receive anything any more, and never answer."""
+        self._sockets.deafen()
+        return Deferred()
 
 
 def _addresses(value: str | Sequence[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(value)
-
-
-def _complain(text: str) -> None:
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except OSError:
-        pass  # whoever read stderr is gone
 
 
 # -- as a process --------------------------------------------------------------------------------
@@ -453,6 +354,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--input", action="append", metavar="ADDRESS", help="bootstrapped: one for each client")
     add("--output", action="append", metavar="ADDRESS", help="bootstrapped: one for each client")
     add("--faults", type=json.loads, default=(), metavar="JSON", help="a list of fault rules")
+    add("--options", type=json.loads, metavar="JSON", help="how it behaves: a map of EngineOptions")
     add("--ready", type=json.loads, metavar="JSON", help="keys of the registration to replace")
     add("--local", action="store_true", help="say that the client launched this engine")
     add("--identity", type=bytes.fromhex, metavar="HEX", help="play a peer of this identity")
@@ -479,6 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.index,
             codec=options.codec,
             faults=options.faults,
+            options=options.options,
             input_address=options.input,
             output_address=options.output,
             ready=options.ready,
@@ -492,7 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ModuleNotFoundError) as exc:
         parser.error(str(exc))
     for line in options.stderr_line:
-        _complain(line)
+        complain(line)
     stopped_by: list[int] = []
 
     def watch() -> None:

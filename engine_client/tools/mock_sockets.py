@@ -115,11 +115,41 @@ class EngineSockets:
         if self._muted:
             return
         try:
-            output = self.outputs[client]
+            output = self.outputs[client if client >= 0 else len(self.outputs)]
         except (IndexError, TypeError):
             self.mute()
         else:
             output.send_multipart(frames)
+
+    def take(self) -> list[bytes] | None:
+        """Return a message that has come, without waiting; None when there is none.
+
+        Raises:
+            Ended: ``stop()`` was called.
+        """
+        if not self.arrived():
+            return None
+        frames = self._arrived.popleft()
+        self._choose_receive()
+        return frames
+
+    def arrived(self) -> Sequence[list[bytes]]:
+        """Return all that has come and was not received yet, oldest first; it stays there.
+
+        Raises:
+            Ended: ``stop()`` was called.
+        """
+        for socket in self.inputs:
+            try:
+                while True:
+                    self._arrived.append(socket.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                pass
+        if self.stopping:
+            raise Ended(0, STOP_LINGER_MS)
+        self._send_due()
+        self._choose_receive()
+        return self._arrived
 
     def send_later(self, seconds: float, client: int, frames: list[bytes]) -> None:
         """Send in a while; the engine goes on receiving."""
@@ -196,9 +226,12 @@ class EngineSockets:
             if self._wake in ready:
                 raise Ended(0, STOP_LINGER_MS)
             self._arrived.extend(socket.recv_multipart() for socket in ready)
-            while self._later and self._later[0][0] <= time.monotonic():
-                _, _, client, frames = heapq.heappop(self._later)
-                self.send(client, frames)
+            self._send_due()
         frames = self._arrived.popleft()
         self._choose_receive()
         return frames
+
+    def _send_due(self) -> None:
+        while self._later and self._later[0][0] <= time.monotonic():
+            _, _, client, frames = heapq.heappop(self._later)
+            self.send(client, frames)

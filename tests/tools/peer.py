@@ -117,6 +117,49 @@ class Peer:
         self.send(RequestType.UTILITY, self.codec.encode(request.to_plain()), index)
         return call_id
 
+    def add(
+        self,
+        request_id: str,
+        prompt: list[int] | None,
+        *,
+        options: dict[str, Any] | None = None,
+        index: int = 0,
+        **fields: Any,
+    ) -> list[Any]:
+        """Send a request with sampling ``options``; ``fields`` replace others of its positions."""
+        positions = {
+            "request_id": request_id,
+            "prompt_token_ids": prompt,
+            "mm_features": None,
+            "sampling_params": options or {},
+            "pooling_params": None,
+            "arrival_time": 1.0,
+            "lora_request": None,
+            "cache_salt": None,
+            "data_parallel_rank": None,
+            "prompt_embeds": None,
+            "prompt_is_token_ids": None,
+            "client_index": 0,
+            "current_wave": 0,
+            "priority": 0,
+            "trace_headers": None,
+            "resumable": False,
+            "external_req_id": None,
+            "reasoning_ended": None,
+            "reasoning_parser_kwargs": None,
+            "abort_immediately": False,
+            "session_id": None,
+            "kv_hints": None,
+        }
+        assert fields.keys() <= positions.keys(), fields
+        record = list((positions | fields).values())
+        self.send(RequestType.ADD, self.codec.encode(record), index)
+        return record
+
+    def abort(self, *request_ids: str, index: int = 0) -> None:
+        """Send an ABORT."""
+        self.send(RequestType.ABORT, self.codec.encode(list(request_ids)), index)
+
     def reaches(self, index: int = 0) -> bool:
         """Whether a call can be sent right now; it is sent."""
         try:

@@ -285,7 +285,7 @@ def test_deep_arguments_come_back(peer: Peer) -> None:
         (RequestType.UTILITY, b"\x83\x00\x01\x02"),
         (RequestType.UTILITY, b"\x01"),
         (RequestType.ADD, b"\xff"),
-        (b"\x04", b"\x80"),
+        (b"\x09", b"\x80"),
         (b"", b"\x80"),
     ],
 )
@@ -358,11 +358,12 @@ def test_survives_a_client_restart(peer: Peer) -> None:
 @codecs
 def test_log(kind: EngineKind, codec: str) -> None:
     """It logs every message that it received with its time, its remote control excepted."""
-    with Peer(codec) as peer, kind(peer.address, codec=codec) as engine:
+    faults = [FaultRule("OUTPUTS", "drop").to_plain()]
+    with Peer(codec) as peer, kind(peer.address, codec=codec, faults=faults) as engine:
         peer.complete()
         first = peer.ask("echo", 1)
         peer.reply()
-        peer.send(RequestType.ADD, peer.codec.encode(["r1", [1, 2]]))
+        request = peer.add("r1", [1, 2], options={"min_tokens": 1})
         peer.send(RequestType.ABORT, peer.codec.encode(["r1"]))
         peer.send(RequestType.START_DP_WAVE, peer.codec.encode([0, 1]))
         peer.call("echo", b"x" * 20_000)
@@ -370,7 +371,7 @@ def test_log(kind: EngineKind, codec: str) -> None:
         parts = [(entry["type"], entry["method"], entry["args"]) for entry in log]
         assert parts == [
             ("UTILITY", "echo", [1]),
-            ("ADD", None, ["r1", [1, 2]]),
+            ("ADD", None, request),
             ("ABORT", None, ["r1"]),
             ("START_DP_WAVE", None, [0, 1]),
             ("UTILITY", None, None),  # too large to keep
@@ -637,17 +638,17 @@ def test_faults_on_requests(peer: Peer) -> None:
         FaultRule("ABORT", "drop"),
         FaultRule("*", "drop", occurrence=2),
     ]
-    with thread_engine(peer.address, faults=faults) as engine:
+    manual = {"manual_steps": True}
+    with thread_engine(peer.address, faults=faults, options=manual) as engine:
         peer.complete()
-        add, abort = peer.codec.encode(["r", [1]]), peer.codec.encode(["r"])
-        peer.send(RequestType.ADD, add)
+        peer.add("r1", [1])
         assert peer.output.recv() == b"\xc0\xff\xee"
-        peer.send(RequestType.ABORT, abort)
+        peer.abort("r1")
         start = time.monotonic()
-        peer.send(RequestType.ADD, add)
+        peer.add("r2", [1])
         assert peer.call("echo", 1) == 1  # the star means utility calls: this is the first
         assert time.monotonic() - start >= 0.05
-        peer.send(RequestType.ADD, add)
+        peer.add("r3", [1])
         assert engine.join(scaled(10))
         assert engine.exit_code == 4
 
@@ -713,7 +714,7 @@ def test_stopped_at_startup(peer: Peer) -> None:
     ("rule", "text"),
     [
         ({"method": "", "do": "drop"}, "needs the method"),
-        ({"method": "echo", "do": "explode"}, "no fault 'explode' at echo; there are: busy"),
+        ({"method": "echo", "do": "explode"}, "no fault 'explode' at echo; there are: answer,"),
         ({"method": "HELLO", "do": "fail"}, "no fault 'fail' at HELLO"),
         ({"method": "ADD", "do": "hold"}, "no fault 'hold' at ADD"),
         ({"method": "echo", "do": "drop", "after_reply": True}, "after_reply has no meaning"),
