@@ -9,7 +9,6 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,8 +30,8 @@ from engine_client import (
 )
 from engine_client.dispatch import bootstrap
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.wire.codec import codec_named
 from tests.helpers import EngineProcess, engine_processes, run_in_thread, scaled, wait_until
+from tests.helpers.scripts import run_script
 
 E = TypeVar("E", bound=BaseException)
 
@@ -293,41 +292,34 @@ def test_count_that_is_no_integer(address: str, wrong: object) -> None:
 # -- 4. msgspec is missing ---------------------------------------------------------------------
 
 
-@contextmanager
-def without_msgspec(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make ``import msgspec`` fail, as where only the required packages are installed."""
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "msgspec", None)
-        patch.delitem(sys.modules, "engine_client.wire.msgpack", raising=False)
-        codec_named.cache_clear()
-        try:
-            yield
-        finally:
-            codec_named.cache_clear()
+WITHOUT_MSGSPEC = """
+import sys
+sys.modules["msgspec"] = None  # importing it fails, as where only what is required is installed
+from engine_client import connect, launch
+try:
+    {action}
+except Exception as error:
+    print(type(error).__name__, error, sep=": ", end="")
+"""
 
 
-def test_msgpack_asked_for_without_its_package(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_msgpack_asked_for_without_its_package(address: str) -> None:
     """Asking for msgpack fails at once, with the command that installs what it needs."""
-    with without_msgspec(monkeypatch):
-        complaint(
-            ModuleNotFoundError,
-            quickly(address, codec="msgpack"),
-            "msgspec",
-            "pip install 'engine-client[vllm]'",
-        )
+    action = f"connect({address!r}, codec='msgpack', connect_timeout={scaled(20)})"
+    assert run_script("-c", WITHOUT_MSGSPEC.format(action=action)) == (
+        "ModuleNotFoundError: the msgpack dialect (vLLM engines) needs the package msgspec: "
+        "pip install 'engine-client[vllm]'"
+    )
 
 
-def test_vllm_engine_without_the_package(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_engine_without_the_package() -> None:
     """An engine that says HELLO in msgpack fails the start at once, with that command."""
-    with EngineProcess(address, 0, codec="msgpack"), without_msgspec(monkeypatch):
-        complaint(
-            HandshakeError,
-            lambda: connect(address, connect_timeout=scaled(20)),
-            "engine 0 speaks msgpack",
-            "pip install 'engine-client[vllm]'",
-        )
+    words = [sys.executable, "-m", "engine_client.tools.mock_engine", "--codec", "msgpack"]
+    command = [*words, "--connect", "{address}", "--index", "{index}"]
+    action = f"launch(1, command={command!r}, connect_timeout={scaled(20)})"
+    printed = run_script("-c", WITHOUT_MSGSPEC.format(action=action))
+    assert printed.startswith("HandshakeError: engine 0 speaks msgpack, as vLLM does: ")
+    assert printed.endswith("pip install 'engine-client[vllm]'")
 
 
 # -- 5. A wrong forced codec -----------------------------------------------------------------------
