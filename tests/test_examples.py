@@ -48,6 +48,28 @@ def test_service_threads() -> None:
     assert printed.endswith("Waiters left behind: 0\n")
 
 
+def test_lora_rollout() -> None:
+    """One engine refuses, the others are undone; then the rollout is tried again and succeeds."""
+    printed = run_script("examples/04_lora_rollout.py")
+    assert "polite is on all engines" in printed
+    assert "brief was not rolled out:\n\nadd_lora failed on 1 of 4 engines\n  engine 2: " in printed
+    assert "  succeeded on engines 0, 1, 3\n  undo remove_lora succeeded on engines 0, " in printed
+    assert "the rollback is not complete" not in printed
+    assert re.findall(r"engine \d holds (.*)", printed) == ["[1]"] * 8 + ["[1, 2]"] * 4
+    assert printed.endswith("All engines agree: [1, 2]\n")
+
+
+def test_asyncio() -> None:
+    """The loop goes on, a time limit gives the outcomes, a cancelled task leaves its call."""
+    printed = run_script("examples/05_asyncio.py")
+    assert "20 calls at once, 60 answers" in printed
+    assert len(re.findall(r"^\.+$", printed, flags=re.MULTILINE)) == 2
+    assert "engine 1: CallTimeout: engine 1 did not reply to echo within 0.5 s" in printed
+    assert re.search(r"not waiting any more; [123] engine", printed)
+    assert "and so it ended: ['late', 'late', 'late']" in printed
+    assert printed.endswith("closed; waiters in the client: 0\n")
+
+
 def test_every_example_is_listed_in_order_and_tested_here() -> None:
     """The list of the examples has each one, in the order of their numbers."""
     listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "examples/README.md").read_text(), re.M)
