@@ -68,8 +68,11 @@ class EngineClient(UtilityMethods):
                 last_seen=None if record.last_seen is None else record.last_seen + offset,
                 in_flight=in_flight[record.index] + len(record.requests),
                 cause_of_death=record.death,
+                unanswered=None if call is None else call.method,
+                unanswered_since=None if call is None else call.started + offset,
             )
             for record in registry.engines.values()
+            for call in (registry.oldest_unanswered(record.index),)
         )
 
     @property

@@ -121,6 +121,10 @@ class EngineInfo:
     """Utility calls and requests that it has not settled."""
     cause_of_death: str | None = None
     """Why it is not alive; None while it is, or before it first came."""
+    unanswered: str | None = None
+    """The oldest utility call that it has not answered, also when nobody waits for it any more."""
+    unanswered_since: float | None = None
+    """Unix time in seconds at which that call was made."""
 
     @property
     def _state(self) -> str:

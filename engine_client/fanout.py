@@ -134,7 +134,7 @@ def settle(
         if wedged:
             call.refused.add(index)
             call.fail(index, NotSentError(wedged, engine=index), call.started)
-        elif index in unwaited:
+        elif index in unwaited and registry.engines[index].alive:
             error = AbandonedError(
                 f"{method} was sent to engine {index}, which has not answered an earlier call, "
                 f"and not waited for",
@@ -155,16 +155,17 @@ def settle(
                     _wait(dispatcher, call)
         finally:
             registry.abandoned.append(call)
+        registry.drain()
+        never_taken = not registered and bool(call.waiting)
+        now = time.monotonic()
+        for index in tuple(call.waiting):
+            call.fail(index, _timeout_error(dispatcher, call, index), now)
+        outcomes = call.outcomes()
     except BaseException as exc:
         _report_interrupt(dispatcher, call, exc)
         raise
-    registry.drain()
-    if not registered and call.waiting:
+    if never_taken:
         raise dispatcher.ended_error()
-    now = time.monotonic()
-    for index in tuple(call.waiting):
-        call.fail(index, _timeout_error(call, index), now)
-    outcomes = call.outcomes()
     if call.ended and not outcomes.all_ok:
         ended = dispatcher.ended_error(
             f"{engine_names(outcomes.unsettled)} replied to {method} (see .outcomes)"
@@ -235,10 +236,17 @@ def _wait(dispatcher: Dispatcher, call: PendingCall) -> None:
         interval *= 2
 
 
-def _timeout_error(call: PendingCall, index: int) -> CallTimeout:
+def _timeout_error(dispatcher: Dispatcher, call: PendingCall, index: int) -> CallTimeout:
+    if call.deadline.timeout is None:  # the client had ended before the call; replaced by that
+        return CallTimeout(engine=index)
+    busy = ""
+    earlier = dispatcher.registry.oldest_unanswered(index)
+    if earlier is not None and earlier.call_id != call.call_id:
+        age = time.monotonic() - earlier.started
+        busy = f"; it has not answered {earlier.method} either, sent {age:.3g} s ago"
     return CallTimeout(
         f"engine {index} did not reply to {call.method} within {call.deadline.timeout:g} s "
-        f"(timeout=); it may still run it",
+        f"(timeout=){busy}; it may still run it",
         engine=index,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine_client.dispatch.waiting import PendingCall
 from engine_client.engines import engine_id
@@ -23,6 +23,14 @@ from engine_client.errors import (
 from engine_client.outcome import Failed, Ok
 
 __all__ = ["EngineRecord", "Registry"]
+
+
+class SentCall(NamedTuple):
+    """A call that an engine may be busy with."""
+
+    call_id: int
+    method: str
+    started: float
 
 
 class EngineRecord:
@@ -39,6 +47,7 @@ class EngineRecord:
         "ready",
         "requests",
         "running",
+        "sent",
         "tasks",
         "unanswered",
         "waiting",
@@ -56,6 +65,8 @@ class EngineRecord:
         """Monotonic time of its last message."""
         self.unanswered = 0
         """Bytes handed to it since it was last heard."""
+        self.sent: dict[int, SentCall] = {}
+        """Calls that it has not answered, oldest first, also those that nobody waits for now."""
         self.requests: set[str] = set()
         """Wire ids of its live requests."""
         self.loras: set[int] = set()
@@ -70,6 +81,7 @@ class EngineRecord:
     def reset(self) -> None:
         """Forget what a process knew that is gone."""
         self.unanswered = 0
+        self.sent = {}
         self.loras = set()
         self.tasks = None
         self.running = None
@@ -124,7 +136,11 @@ class Registry:
         # Read the head, unregister it, then pop it: an interrupt in between leaves it to the
         # next drain.  Popping first loses it.
         while self.abandoned:
-            self._calls.pop(self.abandoned[0].call_id, None)
+            call = self.abandoned[0]
+            self._calls.pop(call.call_id, None)
+            if not call.handed_over:
+                for index in call.targets:
+                    self.engines[index].sent.pop(call.call_id, None)
             self.abandoned.popleft()
 
     def drain(self) -> None:
@@ -175,7 +191,13 @@ class Registry:
             for index in call.waiting:
                 engine = self.engines[index]
                 engine.unanswered += call.size(engine.codec)
+                engine.sent[call.call_id] = SentCall(call.call_id, call.method, call.started)
             return True
+
+    def oldest_unanswered(self, index: int) -> SentCall | None:
+        """The first call that an engine has not answered, whether or not somebody waits for it."""
+        with self.lock:
+            return next(iter(self.engines[index].sent.values()), None)
 
     def flooded(self, engine: EngineRecord) -> NotSentError | None:
         """Why an engine is sent no more; None where it is.  Requires the lock."""
@@ -258,6 +280,7 @@ class Registry:
             engine = self.engines[index]
             engine.unanswered = 0
             engine.last_seen = now
+            engine.sent.pop(call_id, None)
             call = self._calls.get(call_id)
             if call is None or index not in call.waiting:
                 return False
@@ -275,6 +298,7 @@ class Registry:
     def fail(self, index: int, call_id: int, error: EngineError, now: float) -> None:
         """Settle one engine's part of a call, if it still waits, without the engine's doing."""
         with self.lock:
+            self.engines[index].sent.pop(call_id, None)
             call = self._calls.get(call_id)
             if call is not None and index in call.waiting:
                 call.fail(index, error, now)
@@ -341,6 +365,7 @@ class Registry:
         with self.lock:
             self.engines[index].alive = False
             self.engines[index].death = why
+            self.engines[index].sent = {}
 
     def end(self, cause: BaseException | None, now: float) -> None:
         """Refuse new calls and settle all waiters: the client ends."""

@@ -136,7 +136,12 @@ class PendingCall:
 
     def fail(self, index: int, error: EngineError, now: float) -> None:
         """Settle one engine's future.  Requires the registry lock, or sole ownership."""
-        self.waiting.pop(index).set_result(Failed(error, now - self.started))
+        # Settled, then popped: a caller that is interrupted in between does it again, and no
+        # future is left that is neither waited for nor done.
+        future = self.waiting[index]
+        if not future.done():
+            future.set_result(Failed(error, now - self.started))
+        self.waiting.pop(index, None)
 
     def outcomes(self) -> Outcomes:
         """Every engine's outcome.  Requires sole ownership, and every future done.
