@@ -9,6 +9,8 @@ __all__ = ["html_table", "one_line", "text_table"]
 
 CELL_LIMIT = 300
 """Characters of an HTML table's cell, which takes several lines where it has to."""
+WRAP_LIMIT = 30
+"""Characters of a cell that stays on one line, however narrow the page."""
 
 
 def one_line(value: object, limit: int = 100) -> str:
@@ -86,12 +88,14 @@ def html_table(
         header: the columns' names.
         rows: the cells.
         caption: stands above the table.
-        strong: numbers of the rows, from 0, that stand out.
+        strong: numbers of the rows, from 0, whose first two cells stand out.
     """
     parts = ["<table>"]
     if caption:
         text = html.escape(one_line(caption, CELL_LIMIT))
-        parts.append(f'<caption style="caption-side:top;{_LEFT}">{text}</caption>')
+        parts.append(
+            f'<caption style="caption-side:top;white-space:nowrap;{_LEFT}">{text}</caption>'
+        )
     parts.append(f"<thead>{_html_row('th', header)}</thead><tbody>")
     parts += (_html_row("td", row, strong=n in strong) for n, row in enumerate(rows))
     parts.append("</tbody></table>")
@@ -99,11 +103,24 @@ def html_table(
 
 
 def _html_row(tag: str, cells: Iterable[object], *, strong: bool = False) -> str:
+    row = "".join(
+        _html_cell(tag, one_line(cell, CELL_LIMIT), strong=strong and number < 2)
+        for number, cell in enumerate(cells)
+    )
+    return f"<tr>{row}</tr>"
+
+
+def _html_cell(tag: str, text: str, *, strong: bool) -> str:
     # Jupyter aligns every cell to the right, which makes texts of several lines hard to read; and
     # only a style on the cell itself overrides that.
-    texts = (html.escape(one_line(cell, CELL_LIMIT)) for cell in cells)
-    row = "".join(f'<{tag} style="{_LEFT}">{text}</{tag}>' for text in texts)
-    return f'<tr style="font-weight:bold">{row}</tr>' if strong else f"<tr>{row}</tr>"
+    style = _LEFT
+    if strong:
+        style += ";font-weight:bold"
+    if len(text) > WRAP_LIMIT:
+        style += ";overflow-wrap:anywhere"
+    elif " " in text:
+        style += ";white-space:nowrap"
+    return f'<{tag} style="{style}">{html.escape(text)}</{tag}>'
 
 
 _LEFT = "text-align:left"

@@ -261,7 +261,7 @@ class UtilityCallError(EngineClientError):
     def __str__(self) -> str:
         text = super().__str__()
         if self.compensation is not None:
-            text += f"\n  undo {self.compensation.summary()}"
+            text += f"\nundo {self.compensation.summary()}"
         return text
 
     def __repr__(self) -> str:

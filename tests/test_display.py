@@ -85,7 +85,7 @@ def test_outcomes_in_a_notebook() -> None:
         *("0", "ok", "yes", "True", "12.0 ms"),
         *("1", "RemoteError", "maybe", "LoRA rank 64", "20.0 ms"),
     ]
-    assert OUTCOMES._repr_html_().count('<tr style="font-weight:bold">') == 1
+    assert OUTCOMES._repr_html_().count("font-weight:bold") == 2
 
 
 def test_texts_are_long_enough_to_understand_and_wrap() -> None:
@@ -103,6 +103,12 @@ def test_a_failed_call_at_a_prompt_and_in_a_notebook() -> None:
     assert repr(error) == "<UtilityCallError add_lora: 1 ok, 1 failed>"
     assert page(error).cells == page(OUTCOMES).cells
     error.compensation = UNDONE
+    assert str(error).split("\n") == [
+        "add_lora failed on 1 of 2 engines",
+        "  engine 1: RemoteError: LoRA rank 64 [may have run]",
+        "  succeeded on engine 0",
+        "undo remove_lora succeeded on engines 0, 1",
+    ]
     assert repr(error) == (
         "<UtilityCallError add_lora: 1 ok, 1 failed; undo remove_lora: 2 ok, 0 failed>"
     )

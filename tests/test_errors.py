@@ -197,7 +197,7 @@ def test_a_failed_call_prints_one_line_per_engine_and_its_undo() -> None:
     ]
     assert error._repr_html_().count("<table>") == 1
     error.compensation = Outcomes("wake_up", {0: Ok(True, 0.1), 1: Ok(True, 0.1)})
-    assert str(error).split("\n")[-1] == "  undo wake_up succeeded on engines 0, 1"
+    assert str(error).split("\n")[-1] == "undo wake_up succeeded on engines 0, 1"
     assert error._repr_html_().count("<table>") == 2
 
 

@@ -53,7 +53,7 @@ def test_lora_rollout() -> None:
     printed = run_script("examples/04_lora_rollout.py")
     assert "polite is on all engines" in printed
     assert "brief was not rolled out:\n\nadd_lora failed on 1 of 4 engines\n  engine 2: " in printed
-    assert "  succeeded on engines 0, 1, 3\n  undo remove_lora succeeded on engines 0, " in printed
+    assert "  succeeded on engines 0, 1, 3\nundo remove_lora succeeded on engines 0, " in printed
     assert "the rollback is not complete" not in printed
     assert re.findall(r"engine \d holds (.*)", printed) == ["[1]"] * 8 + ["[1, 2]"] * 4
     assert printed.endswith("All engines agree: [1, 2]\n")
