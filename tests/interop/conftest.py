@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.interop)
             # A start with cold caches on a busy machine takes a while.
-            item.add_marker(pytest.mark.timeout(scaled(400)))
+            item.add_marker(pytest.mark.timeout(400))
 
 
 def pytest_terminal_summary(
@@ -79,18 +79,49 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def group() -> Iterator[EngineGroup]:
-    """Two engines that all tests share."""
+    """Two engines that all tests share; engine 0 takes larger adapters than engine 1."""
     with (
         tempfile.TemporaryDirectory(prefix="ec-interop-", ignore_cleanup_errors=True) as name,
-        vllm_engines(Path(name)) as engines,
+        vllm_engines(Path(name), only={0: {"max_lora_rank": 64}}) as engines,
     ):
         yield engines
 
 
 @pytest.fixture(scope="session")
-def client(group: EngineGroup) -> Iterator[EngineClient]:
-    """The client of the shared engines."""
+def shared_client(group: EngineGroup) -> Iterator[EngineClient]:
+    """The one client of the shared engines."""
     with engine_client.connect(
-        group.address, engine_count=2, connect_timeout=scaled(150)
+        group.address, engine_count=2, connect_timeout=scaled(150), timeout=scaled(60)
     ) as client:
         yield client
+
+
+@pytest.fixture
+def client(shared_client: EngineClient) -> Iterator[EngineClient]:
+    """The same client; what a test changes on the engines is set back after it."""
+    yield shared_client
+    shared_client.abort_all()
+    shared_client.wake_up()
+    shared_client.resume_scheduler()
+    shared_client.set_weight_version("default")
+    held = shared_client.settle_utility("list_loras").unwrap()
+    for adapter in set().union(*held):
+        shared_client.remove_lora(adapter)
+    assert shared_client.reset_prefix_cache(reset_running_requests=True)
+    assert shared_client.pending() == []
+    assert all(info.alive for info in shared_client.engines)
+    stats = shared_client.stats
+    assert (stats.malformed_messages, stats.stray_messages, stats.deaths) == (0, 0, 0)
+
+
+@pytest.fixture(scope="session")
+def wrapper_table(report: list[str]) -> Iterator[dict[int, tuple[str, ...]]]:
+    """A row for each call of a wrapper, printed at the end in the order of the cases."""
+    rows: dict[int, tuple[str, ...]] = {}
+    yield rows
+    report.append("")
+    report.append(f"{'wrapper':<32} {'case':<25} {'after':>9}  result on both engines")
+    for _, (wrapper, case, shown, elapsed) in sorted(rows.items()):
+        line = " ".join(shown.split())
+        line = line if len(line) <= 110 else f"{line[:107]}..."
+        report.append(f"{wrapper:<32} {case:<25} {elapsed:>9}  {line}")

@@ -45,7 +45,7 @@ def main(job: dict[str, Any]) -> None:
         local_client=True,
         handshake_address=job["address"],
         executor_class=import_module("vllm.v1.executor").Executor.get_class(config),
-        log_stats=False,
+        log_stats=not arguments.disable_log_stats,
         dp_rank=job["index"],
         local_dp_rank=job["index"],
     )

@@ -8,9 +8,9 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from tests.helpers import scaled
@@ -25,13 +25,14 @@ ARGUMENTS = {
     "enforce_eager": True,
     "dtype": "float32",
     "seed": 0,
-    "max_model_len": 256,
+    "max_model_len": 2048,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
     # The CPU build's own setting counts in whole GiB.
     "kv_cache_memory_bytes": 64 << 20,
     # The model in the engine's own process, as on a single GPU.
     "distributed_executor_backend": "uni",
+    "disable_log_stats": True,
 } | LORA
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -147,8 +148,9 @@ class EngineGroup:
         return self.engines[index]
 
     def adapter(self, name: str, *, rank: int = 8, seed: int = 1) -> str:
-        """Make an adapter and return its path."""
-        return str(make_adapter(self.folder / "adapters" / name, rank=rank, seed=seed))
+        """Make an adapter and return its path, relative to where the engines run."""
+        path = make_adapter(self.folder / "adapters" / name, rank=rank, seed=seed)
+        return str(path.relative_to(self.folder))
 
     def close(self) -> None:
         """End all of them."""
@@ -168,7 +170,12 @@ class EngineGroup:
 
 @contextlib.contextmanager
 def vllm_engines(
-    folder: Path, count: int = 2, *, transport: str = "tcp", **arguments: Any
+    folder: Path,
+    count: int = 2,
+    *,
+    transport: str = "tcp",
+    only: Mapping[int, Mapping[str, Any]] = MappingProxyType({}),
+    **arguments: Any,
 ) -> Iterator[EngineGroup]:
     """Run engines 0 to `count` - 1 and end them, whatever happens.
 
@@ -176,6 +183,7 @@ def vllm_engines(
         folder: For model, adapters, logs, sockets.
         count: How many.
         transport: `tcp` or `ipc`.
+        only: More arguments for some of them, by index.
         **arguments: For vLLM's AsyncEngineArgs, over those that all engines get.
 
     Yields:
@@ -184,7 +192,7 @@ def vllm_engines(
     group = EngineGroup(environment(), folder, _free_address(folder, transport))
     try:
         for index in range(count):
-            group.start(index, **arguments)
+            group.start(index, **arguments, **only.get(index, {}))
         yield group
     except BaseException:
         print(group.logs)

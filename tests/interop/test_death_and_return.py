@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import engine_client
-from engine_client import EngineDeadError, Ok, UtilityCallError
+from engine_client import EngineDeadError, LoraRequest, Ok, UtilityCallError
 from tests.helpers import run_in_thread, scaled, wait_until
 from tests.interop.engines import vllm_engines
 
@@ -70,6 +70,27 @@ def test_killed_under_a_waiting_call(folder: Path, transport: str, report: list[
         )
         assert client.call_utility("is_sleeping") == [False, False]
         assert client.collective_rpc("check_health") == [None, None]
-        assert client.stats.deaths == 1
-        assert client.stats.returns == 1
+
+        # Once more, under a change: it is undone where it can be.
+        victim = group.engines[1]
+        victim.signal(signal.SIGSTOP)
+        change = run_in_thread(
+            client.add_lora,
+            LoraRequest("alpha", 1, group.adapter("alpha")),
+            timeout=None,
+            compensate=True,
+        )
+        wait_until(lambda: client.pending_utility_calls == 1, what="engine 0's reply")
+        victim.signal(signal.SIGKILL)
+        error = change.error()
+        assert isinstance(error, UtilityCallError)
+        assert error.outcomes is not None
+        assert error.outcomes.succeeded == (0,)
+        assert isinstance(error.outcomes.failures[1], EngineDeadError)
+        assert error.compensation is not None
+        assert isinstance(error.compensation[0], Ok)
+        assert error.compensation[0].value is True
+        assert isinstance(error.compensation.failures[1], EngineDeadError)
+        assert client.list_loras(engines="alive") == frozenset()
+        assert (client.stats.deaths, client.stats.returns) == (2, 1)
         assert client.stats.malformed_messages == 0

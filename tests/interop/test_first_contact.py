@@ -56,7 +56,7 @@ def test_registration(client: EngineClient, report: list[str]) -> None:
         assert info.ready["vllm_version"] == VERSION
         assert info.ready["data_parallel_rank"] == info.index
         assert info.ready["data_parallel_size"] == 1
-        assert info.ready["max_model_len"] == 256
+        assert info.ready["max_model_len"] == 2048
         assert info.ready["dtype"] == "float32"
         assert (info.ready["supports_lora"], info.ready["max_loras"]) == (True, 2)
     report.append(f"engine 0 registered: {client.engines[0].ready}")

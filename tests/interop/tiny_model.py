@@ -21,7 +21,7 @@ LAYERS = 2
 HEADS = 2
 HEAD_SIZE = 32
 """The CPU attention kernel takes 32, 64, 80 ...; with 16 an engine dies at its first request."""
-MAX_POSITIONS = 512
+MAX_POSITIONS = 4096
 
 
 def make_model(folder: Path, **overrides: Any) -> Path:
