@@ -172,8 +172,11 @@ def _unknown(value: object, path: _Path, depth: int) -> NoReturn:
         advice = "convert it with .tolist(), or a scalar with .item()"
     elif hasattr(kind, "__dataclass_fields__"):
         advice = "convert it with dataclasses.asdict(), or to the list of its fields"
-    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-    _fail(path, f"is a {module}{kind.__qualname__}, which cannot be sent; {advice}")
+    name = kind.__qualname__
+    if kind.__module__ != "builtins":
+        name = f"{kind.__module__}.{name}"
+    article = "an" if name[0] in "aeiouAEIOU" else "a"
+    _fail(path, f"is {article} {name}, which cannot be sent; {advice}")
 
 
 _SAFE: Final = frozenset({type(None), bool, float, bytes})
