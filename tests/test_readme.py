@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import engine_client
-from tests.helpers.scripts import ROOT, run_script, without_varying_numbers
+from tests.helpers.scripts import ROOT, run_script, without_what_varies
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS: list[tuple[str, str]] = re.findall(
@@ -44,7 +44,7 @@ def test_program_prints_what_is_shown(code: str, shown: tuple[str, str]) -> None
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     printed = run_script("-c", code.replace("127.0.0.1:5570", f"127.0.0.1:{port}"))
-    assert without_varying_numbers(printed) == without_varying_numbers(shown[1])
+    assert without_what_varies(printed) == without_what_varies(shown[1])
 
 
 def test_the_first_two_commands_are_what_the_checks_run() -> None:
@@ -74,7 +74,7 @@ def test_the_quickstart_prints_what_is_shown() -> None:
     assert python == ".venv/bin/python"
     language, shown = BLOCKS[BLOCKS.index(("sh", COMMANDS[0])) + 1]
     assert language == "text"
-    assert without_varying_numbers(run_script(*arguments)) == without_varying_numbers(shown)
+    assert without_what_varies(run_script(*arguments)) == without_what_varies(shown)
 
 
 def test_the_tests_need_no_more_than_their_command_installs() -> None:
