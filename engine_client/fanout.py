@@ -20,6 +20,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from engine_client import _render
@@ -149,10 +150,12 @@ def settle(
             registered = registry.add(call, each=each)
             if registered:
                 call.handed_over = True
+                limit = _first_limit(dispatcher, deadline)
+                # From here on the dispatcher wants the GIL: nothing comes between but the wait.
                 # When the outbox is closed already, the end of the client settles the call.
                 dispatcher.outbox.append(call)
-                if call.waiting:
-                    _wait(dispatcher, call)
+                if call.waiting and not call.latch.wait(limit):
+                    _wait_on(dispatcher, call)
         finally:
             registry.abandoned.append(call)
         registry.drain()
@@ -216,14 +219,21 @@ def _lora_id(method: str, args: list[Any]) -> int | None:
     return first if isinstance(first, int) else None
 
 
-def _wait(dispatcher: Dispatcher, call: PendingCall) -> None:
-    """Block until the call has settled or its deadline has passed."""
+def _first_limit(dispatcher: Dispatcher, deadline: Deadline) -> float:
+    """Seconds to block for: to the deadline, or until a warning is due; as a lock takes them."""
+    interval = dispatcher.config.slow_call_warning
+    if deadline.timeout is not None or interval is None:
+        return deadline.lock_timeout()
+    return min(interval, TIMEOUT_MAX)
+
+
+def _wait_on(dispatcher: Dispatcher, call: PendingCall) -> None:
+    """Having blocked for the first limit: warn and block again, unless that was the deadline."""
     __tracebackhide__ = True
     interval = dispatcher.config.slow_call_warning
     if call.deadline.timeout is not None or interval is None:
-        call.latch.wait(call.deadline.lock_timeout())
         return
-    while not call.latch.wait(Deadline(interval).lock_timeout()):
+    while True:
         waiting, failures = dispatcher.registry.progress(call)
         known = "; ".join(f"engine {i} has failed already: {e}" for i, e in failures.items())
         logger.warning(
@@ -233,7 +243,9 @@ def _wait(dispatcher: Dispatcher, call: PendingCall) -> None:
             engine_names(waiting),
             f"; {known}" if known else "",
         )
-        interval *= 2
+        interval = min(2 * interval, TIMEOUT_MAX)
+        if call.latch.wait(interval):
+            return
 
 
 def _timeout_error(dispatcher: Dispatcher, call: PendingCall, index: int) -> CallTimeout:

@@ -19,10 +19,9 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Protocol
 
 import zmq
-from zmq.backend import zmq_poll
 
 from engine_client.config import ClientConfig
 from engine_client.deadline import Deadline
@@ -31,6 +30,7 @@ from engine_client.dispatch.outbox import Outbox
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.sockets import Transport, read_monitor, subscribe
+from engine_client.dispatch.sources import Sources, has_input
 from engine_client.dispatch.waiting import Latch, PendingCall, Startup
 from engine_client.errors import ClientBrokenError, ClientClosedError
 from engine_client.stats import ClientStats
@@ -122,6 +122,9 @@ class Dispatcher:
         self.core.coordinator_address = coordinator_address
         self._transport = transport
         self._processes = processes
+        self._sources = Sources()
+        self._reports = -1
+        """The descriptor of ``processes``."""
         self._connection_events: list[tuple[Side, int, int]] = []
         """Losses, and arrivals on a descriptor that was lost, not yet acted upon."""
         self._closers: deque[tuple[Deadline, Latch]] = deque()
@@ -223,69 +226,50 @@ class Dispatcher:
     def _loop(self) -> None:
         core, outbox, registry, requests = self.core, self.outbox, self.registry, self.requests
         sockets = self._transport.sockets
-        handshake, inputs, outputs = sockets.get("handshake"), sockets["input"], sockets["output"]
-        monitors = tuple(self._transport.monitors.values())
-        subscriptions = sockets.get("coordinator_input")
-        reported = sockets.get("coordinator_output")
-        published: zmq.Socket[bytes] | None = None
-        wakeup = outbox.wakeup
-        reports = None if self._processes is None else self._processes.fileno()
-        polled: list[tuple[Any, int]] = [
-            (source, zmq.POLLIN)
-            for source in (
-                outputs,
-                wakeup.fd,
-                *monitors,
-                inputs,
-                handshake,
-                reports,
-                subscriptions,
-                reported,
-            )
-            if source is not None
-        ]
+        wakeup, outputs, sources = outbox.wakeup, sockets["output"], self._sources
+        wakeup_fd, outputs_fd = sources.add(wakeup.fd), sources.add(outputs)
+        for side in _SIDES:
+            sources.add(self._transport.monitors[side])  # followed before anything else is read
+        for name, read in (
+            ("input", self._read_registrations),
+            ("handshake", self._read_handshake),
+            ("coordinator_input", self._read_subscriptions),
+            ("coordinator_output", self._read_coordinator_outputs),
+        ):
+            if name in sockets:
+                sources.add(sockets[name], read)
+        if self._processes is not None:
+            self._reports = sources.add(self._processes.fileno(), self._read_exits)
         clock = time.monotonic
         while not self._closers:
             timer = core.next_timer()
-            # Rounded up: a poll that ends a fraction too early would spin.
-            wait = -1 if timer is None else max(0, int((timer - clock()) * 1e3) + 1)
-            ready: set[Any] = {source for source, _ in zmq_poll(polled, wait)}
+            ready = sources.wait(None if timer is None else timer - clock())
             now = clock()
-            if outputs in ready:
-                ready.discard(outputs)
-                self._read_outputs(now, _BATCH)
-            if wakeup.fd in ready:
-                ready.discard(wakeup.fd)
+            if outputs_fd in ready:
+                ready.discard(outputs_fd)
+                if not self._read_outputs(now, _BATCH):
+                    sources.look(outputs)
+            if wakeup_fd in ready:
+                ready.discard(wakeup_fd)
                 wakeup.drain()
                 self._take_work(now)
             if registry.abandoned:
                 registry.drain()
             if ready or self._connection_events:
                 self._follow_connections(now)
-                if inputs in ready:
-                    self._read_registrations(now)
-                if handshake is not None and handshake in ready:
-                    self._read_handshake(handshake, now)
-                if reports in ready and not self._read_exits(now):
-                    polled.remove((reports, zmq.POLLIN))
-                if subscriptions is not None:
-                    for (frame,) in _messages(subscriptions, frames=1):
-                        core.group.subscribed(frame)
-                if reported is not None:
-                    for frames in _messages(reported):
-                        core.coordinator_output(frames)
-                if published is not None:
-                    self._read_coordinator(published)
-            if core.coordinator_address is not None and published is None:
-                published = subscribe(self._transport, core.coordinator_address)
-                polled.append((published, zmq.POLLIN))
-                polled.append((self._transport.monitors["coordinator"], zmq.POLLIN))
+                sources.read(ready, now)
+            if core.coordinator_address is not None and "coordinator" not in sockets:
+                sources.add(
+                    subscribe(self._transport, core.coordinator_address), self._read_coordinator
+                )
+                sources.add(self._transport.monitors["coordinator"], self._read_coordinator)
             if timer is not None:
                 core.tick(now)
             if requests.to_abort or requests.abandoned:
                 self._abort_left()
             if core.outgoing:
-                self._flush(now)
+                for name in self._flush(now):
+                    sources.look(sockets[name])
 
     def _take_work(self, now: float) -> None:
         """Take what callers handed over, and what they left."""
@@ -306,15 +290,17 @@ class Dispatcher:
         if requests.to_abort:
             self.core.abort()
 
-    def _flush(self, now: float) -> None:
-        """Send what the core left, in order."""
+    def _flush(self, now: float) -> set[str]:
+        """Send what the core left, in order; return the names of the sockets that were used."""
         core = self.core
         outgoing = core.outgoing
         sockets = self._transport.sockets
         large: bytes | None = None
         shared: zmq.Frame | None = None
+        used: set[str] = set()
         while outgoing:
             item = outgoing.popleft()
+            used.add(item.channel)
             send = sockets[item.channel].send
             *head, last = item.frames
             try:
@@ -337,16 +323,18 @@ class Dispatcher:
             self.stats.sent += 1
             if item.work is None:
                 core.reached(item, now)
+        return used
 
-    def _read_outputs(self, now: float, limit: int | None = None) -> None:
-        """Read the output socket, at most ``limit`` messages, or empty."""
-        receive = self._transport.sockets["output"].recv
+    def _read_outputs(self, now: float, limit: int | None = None) -> bool:
+        """Read the output socket, at most ``limit`` messages; return whether it is empty."""
+        outputs, registry = self._transport.sockets["output"], self.registry
+        receive, completed = outputs.recv, registry.completed
         deliver, known = self.core.output, self.core.known("output")
         for _ in itertools.repeat(None) if limit is None else itertools.repeat(None, limit):
             try:
                 frame = receive(_NOBLOCK, False)
             except zmq.Again:
-                return
+                return True
             fd = _descriptor(frame)
             frames = [frame.bytes]
             while frame.more:
@@ -355,6 +343,13 @@ class Dispatcher:
             if fd not in known:
                 self._read_monitors(now)
             deliver(frames, fd, now)
+            if registry.completed != completed:
+                completed = registry.completed
+                # A caller was let go.  Another receive would give it the GIL in the middle of this
+                # thread's work, and each would wait for the other; a look gives nothing away.
+                if not has_input(outputs):
+                    return True
+        return False
 
     def _read_monitors(self, now: float) -> None:
         """Learn of new connections; keep losses until the output socket has been read empty."""
@@ -393,11 +388,19 @@ class Dispatcher:
             fd = _descriptor(frames[-1]) if frames else -1
             self.core.registration(identity.bytes, [f.bytes for f in frames], fd, now)
 
-    def _read_handshake(self, handshake: zmq.Socket[bytes], now: float) -> None:
-        for frames in _messages(handshake):
+    def _read_handshake(self, now: float) -> None:
+        for frames in _messages(self._transport.sockets["handshake"]):
             self.core.handshake_frames(frames, now)
 
-    def _read_coordinator(self, published: zmq.Socket[bytes]) -> None:
+    def _read_subscriptions(self, now: float) -> None:
+        for (frame,) in _messages(self._transport.sockets["coordinator_input"], frames=1):
+            self.core.group.subscribed(frame)
+
+    def _read_coordinator_outputs(self, now: float) -> None:
+        for frames in _messages(self._transport.sockets["coordinator_output"]):
+            self.core.coordinator_output(frames)
+
+    def _read_coordinator(self, now: float) -> None:
         """Follow an external coordinator."""
         for _ in read_monitor(self._transport.monitors["coordinator"]):
             logger.warning(
@@ -405,21 +408,21 @@ class Dispatcher:
                 "sleeps waits until it is back",
                 self.core.coordinator_address,
             )
-        for frames in _messages(published):
+        for frames in _messages(self._transport.sockets["coordinator"]):
             self.core.coordinator_published(frames)
 
-    def _read_exits(self, now: float) -> bool:
-        """Hear which processes ended; False when there is nothing more to hear."""
+    def _read_exits(self, now: float) -> None:
+        """Hear which processes ended."""
         assert self._processes is not None
         exits = self._processes.read_exits()
         if exits is None:
-            return False
+            self._sources.remove(self._reports)
+            return
         if exits:
             self._follow_connections(now)
             self._read_outputs(now)
         for index, how in exits:
             self.core.process_exited(index, how, now)
-        return True
 
     def _end(self, cause: BaseException | None) -> None:
         """Refuse new work, settle every waiter, close everything, let the closers go."""

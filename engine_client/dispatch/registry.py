@@ -125,6 +125,8 @@ class Registry:
         self.abandoned: deque[PendingCall] = deque()
         """Calls whose callers left.  Appending is the one act of a caller's ``finally``, a single
         C call: taking the lock there lost waiters under interrupts."""
+        self.completed = 0
+        """Calls of which the last engine has settled."""
         self.ended = False
         """Whether the client ended; no call is registered from then on."""
         self.closing_cause: BaseException | None = None
@@ -270,6 +272,7 @@ class Registry:
         assert self.lock.locked()
         if not call.waiting:
             del self._calls[call.call_id]
+            self.completed += 1
             call.latch.open()
 
     def settle(
