@@ -172,9 +172,14 @@ class Peer:
 
     def outputs(self) -> Outputs:
         """Receive one message of an engine."""
-        frames = self.output.recv_multipart()
-        assert len(frames) == 1
-        return Outputs.from_plain(self.codec.decode(frames[0]))
+        message, extra = self.message()
+        assert not extra
+        return message
+
+    def message(self) -> tuple[Outputs, list[bytes]]:
+        """Receive one message of an engine and the frames that follow it."""
+        main, *extra = self.output.recv_multipart()
+        return Outputs.from_plain(self.codec.decode(main)), extra
 
     def reply(self) -> tuple[int, str | None, Any]:
         """Receive one utility reply."""
@@ -238,5 +243,7 @@ def thread_engine(address: str | None = None, index: int = 0, **options: Any) ->
         assert engine.join(scaled(10))
 
 
+StartEngine = Callable[..., MockEngine]
+"""Starts an engine and completes its handshake."""
 EngineKind = Callable[..., AbstractContextManager[Any]]
 KINDS: list[EngineKind] = [thread_engine, EngineProcess]

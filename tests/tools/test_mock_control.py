@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +12,14 @@ from engine_client.tools.faults import FaultPlan, FaultRule
 from engine_client.tools.mock_methods import Deferred
 from engine_client.tools.mock_options import EngineOptions
 from tests.helpers import EngineProcess, wait_until
-from tests.tools.peer import Peer, thread_engine
+from tests.tools.peer import Peer, StartEngine, thread_engine
 
-CODECS = ["cbor", "msgpack"]
 MANUAL = {"manual_steps": True}
 
 
-@pytest.fixture(params=CODECS)
-def peer(request: pytest.FixtureRequest) -> Iterator[Peer]:
-    with Peer(request.param) as one:
-        yield one
-
-
-Start = Callable[..., Any]
-
-
 @pytest.fixture
-def start(peer: Peer) -> Iterator[Start]:
-    """Start one engine and complete its handshake."""
-    engines = []
-
-    def start_engine(**options: Any) -> Any:
-        context = thread_engine(peer.address, codec=peer.codec.name, **options)
-        engines.append(context)
-        engine = context.__enter__()
-        peer.complete()
-        return engine
-
-    yield start_engine
-    for context in engines:
-        context.__exit__(None, None, None)
+def peer(any_peer: Peer) -> Peer:
+    return any_peer
 
 
 def lora(number: int, path: str = "", **changes: Any) -> list[Any]:
@@ -67,7 +44,7 @@ def worker_failed(method: str, text: str) -> str:
 # -- LoRA ------------------------------------------------------------------------------------------
 
 
-def test_lora_life(peer: Peer, start: Start) -> None:
+def test_lora_life(peer: Peer, start: StartEngine) -> None:
     """Adapters are loaded, listed and removed; removing an absent one answers False."""
     start()
     assert peer.call("list_loras") == []
@@ -80,7 +57,7 @@ def test_lora_life(peer: Peer, start: Start) -> None:
     assert peer.call("collective_rpc", "list_loras") == [[5], [5]]
 
 
-def test_known_adapter_is_not_loaded_again(peer: Peer, start: Start) -> None:
+def test_known_adapter_is_not_loaded_again(peer: Peer, start: StartEngine) -> None:
     """A known id answers True whatever the path, unless it is to be loaded in place."""
     start()
     assert peer.call("add_lora", lora(1)) is True
@@ -93,7 +70,7 @@ def test_known_adapter_is_not_loaded_again(peer: Peer, start: Start) -> None:
 
 
 @pytest.mark.parametrize("capacity", [None, 3])
-def test_oldest_adapter_is_evicted(peer: Peer, start: Start, capacity: int | None) -> None:
+def test_oldest_adapter_is_evicted(peer: Peer, start: StartEngine, capacity: int | None) -> None:
     """Beyond the capacity the adapter used longest ago goes without a word; a pinned one stays."""
     start(ready={"max_loras": 2}, options={"max_cpu_loras": capacity})
     size = capacity or 2
@@ -108,7 +85,7 @@ def test_oldest_adapter_is_evicted(peer: Peer, start: Start, capacity: int | Non
     assert sorted(peer.call("list_loras")) == [1, *range(61, 60 + size)]
 
 
-def test_all_pinned(peer: Peer, start: Start) -> None:
+def test_all_pinned(peer: Peer, start: StartEngine) -> None:
     """When every adapter is pinned there is no room for another, until one is removed."""
     start(ready={"max_loras": 1})
     peer.call("add_lora", lora(1))
@@ -120,7 +97,7 @@ def test_all_pinned(peer: Peer, start: Start) -> None:
     assert peer.call("add_lora", lora(2)) is True
 
 
-def test_failed_load_leaves_the_others(peer: Peer, start: Start) -> None:
+def test_failed_load_leaves_the_others(peer: Peer, start: StartEngine) -> None:
     """An adapter that cannot be loaded evicts nothing."""
     start(ready={"max_loras": 1})
     peer.call("add_lora", lora(1))
@@ -145,14 +122,14 @@ def test_failed_load_leaves_the_others(peer: Peer, start: Start) -> None:
         (["a", 1, "/p", None, None, False, False], "Expected `bool`, got `null` - at `$[4]`"),
     ],
 )
-def test_lora_records(peer: Peer, start: Start, record: Any, text: str) -> None:
+def test_lora_records(peer: Peer, start: StartEngine, record: Any, text: str) -> None:
     """A record that is none is refused with vLLM's text, and nothing is loaded."""
     start()
     assert peer.failure("add_lora", record) == f"Call to add_lora method failed: {text}"
     assert peer.call("list_loras") == []
 
 
-def test_lora_ids(peer: Peer, start: Start) -> None:
+def test_lora_ids(peer: Peer, start: StartEngine) -> None:
     """An id below 1 fails; so does pinning what is not there."""
     start()
     for method in ("remove_lora", "pin_lora"):
@@ -162,7 +139,7 @@ def test_lora_ids(peer: Peer, start: Start) -> None:
     assert peer.failure("pin_lora", 77) == worker_failed("pin_lora", text)
 
 
-def test_without_lora(peer: Peer, start: Start) -> None:
+def test_without_lora(peer: Peer, start: StartEngine) -> None:
     """An engine that registers without LoRA support has none."""
     start(ready={"supports_lora": False, "max_loras": 0})
     text = "LoRA is not enabled. Use --enable-lora to enable LoRA."
@@ -189,7 +166,7 @@ def pause_with_one_step_left(peer: Peer) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_pause_of_an_idle_engine(peer: Peer, start: Start, mode: str) -> None:
+def test_pause_of_an_idle_engine(peer: Peer, start: StartEngine, mode: str) -> None:
     """An idle engine answers at once; it is paused, and counts as sleeping, until it resumes."""
     start()
     assert paused(peer) == (False, False)
@@ -201,7 +178,7 @@ def test_pause_of_an_idle_engine(peer: Peer, start: Start, mode: str) -> None:
     assert paused(peer) == (False, False)
 
 
-def test_pause_mode_is_checked(peer: Peer, start: Start) -> None:
+def test_pause_mode_is_checked(peer: Peer, start: StartEngine) -> None:
     """An unknown mode pauses nothing."""
     start()
     for call in (("pause_scheduler", "bogus"), ("sleep", 1, "bogus")):
@@ -210,7 +187,7 @@ def test_pause_mode_is_checked(peer: Peer, start: Start) -> None:
     assert paused(peer) == (False, False)
 
 
-def test_pause_aborts(peer: Peer, start: Start) -> None:
+def test_pause_aborts(peer: Peer, start: StartEngine) -> None:
     """Mode abort ends all requests, with an output of no tokens each, before it answers."""
     start(options=MANUAL)
     peer.add("first", [1])
@@ -227,7 +204,7 @@ def test_pause_aborts(peer: Peer, start: Start) -> None:
     assert paused(peer) == (True, True)
 
 
-def test_pause_waits(peer: Peer, start: Start) -> None:
+def test_pause_waits(peer: Peer, start: StartEngine) -> None:
     """Mode wait answers when the last running request has ended; other replies overtake it."""
     start(options=MANUAL)
     peer.add("running", [1], options={"max_tokens": 2})
@@ -248,7 +225,7 @@ def test_pause_waits(peer: Peer, start: Start) -> None:
     assert [one[0] for one in peer.outputs().outputs] == ["queued", "late"]
 
 
-def test_pause_keeps(peer: Peer, start: Start) -> None:
+def test_pause_keeps(peer: Peer, start: StartEngine) -> None:
     """Mode keep freezes requests and answers at once; they go on where they were."""
     start(options=MANUAL)
     peer.add("frozen", [1], options={"max_tokens": 2})
@@ -266,7 +243,7 @@ def test_pause_keeps(peer: Peer, start: Start) -> None:
     assert outputs["late"][1] == first
 
 
-def test_pause_fails_after_it_took_effect(peer: Peer, start: Start) -> None:
+def test_pause_fails_after_it_took_effect(peer: Peer, start: StartEngine) -> None:
     """When the caches cannot be cleared the call fails, and the engine is paused all the same."""
     start(options={"connector_fails": True})
     text = "Call to {} method failed: Failed to reset the KV connector cache."
@@ -279,7 +256,7 @@ def test_pause_fails_after_it_took_effect(peer: Peer, start: Start) -> None:
     assert peer.call("pause_scheduler", "abort", False) is None
 
 
-def test_deferred_pause_that_fails(peer: Peer, start: Start) -> None:
+def test_deferred_pause_that_fails(peer: Peer, start: StartEngine) -> None:
     """A pause that had to wait reports its failure in the same words."""
     start(options={**MANUAL, "connector_fails": True})
     pause, step = pause_with_one_step_left(peer)
@@ -289,7 +266,7 @@ def test_deferred_pause_that_fails(peer: Peer, start: Start) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_and_wake_up(peer: Peer, start: Start, level: int) -> None:
+def test_sleep_and_wake_up(peer: Peer, start: StartEngine, level: int) -> None:
     """Memory comes back by tags; only when all of it is there does the engine go on."""
     start()
     assert peer.call("sleep", level) is None
@@ -307,7 +284,7 @@ def test_sleep_and_wake_up(peer: Peer, start: Start, level: int) -> None:
     assert paused(peer) == (False, False)
 
 
-def test_sleep_level_0(peer: Peer, start: Start) -> None:
+def test_sleep_level_0(peer: Peer, start: StartEngine) -> None:
     """Level 0 only pauses."""
     start()
     assert peer.call("sleep", 0) is None
@@ -316,7 +293,7 @@ def test_sleep_level_0(peer: Peer, start: Start) -> None:
     assert paused(peer) == (False, False)
 
 
-def test_sleep_waits(peer: Peer, start: Start) -> None:
+def test_sleep_waits(peer: Peer, start: StartEngine) -> None:
     """Sleep gives up the memory only when the running requests have ended."""
     engine = start(options=MANUAL)
     peer.add("r", [1], options={"max_tokens": 2})
@@ -332,7 +309,7 @@ def test_sleep_waits(peer: Peer, start: Start) -> None:
     assert engine.model.workers[1].asleep == {"weights", "kv_cache"}
 
 
-def test_release_kv_cache_memory(peer: Peer, start: Start) -> None:
+def test_release_kv_cache_memory(peer: Peer, start: StartEngine) -> None:
     """It needs a pause that is complete, and memory that is there; wake_up brings it back."""
     start(options=MANUAL)
     method = "release_kv_cache_memory"
@@ -367,7 +344,7 @@ def prefill(peer: Peer, request_id: str, **fields: Any) -> int:
     return known
 
 
-def test_prefix_cache(peer: Peer, start: Start) -> None:
+def test_prefix_cache(peer: Peer, start: StartEngine) -> None:
     """Whole blocks of a prompt are known the second time, until the cache is reset."""
     start()
     assert prefill(peer, "a") == 0
@@ -383,7 +360,7 @@ def test_prefix_cache(peer: Peer, start: Start) -> None:
     assert prefill(peer, "e") == 32
 
 
-def test_prefix_cache_in_use(peer: Peer, start: Start) -> None:
+def test_prefix_cache_in_use(peer: Peer, start: StartEngine) -> None:
     """While requests run the reset answers False, unless they may be preempted; they go on."""
     start(options=MANUAL)
     peer.add("r", [1], options={"max_tokens": 3})
@@ -405,7 +382,7 @@ def test_prefix_cache_in_use(peer: Peer, start: Start) -> None:
     assert again == tokens
 
 
-def test_simple_methods(peer: Peer, start: Start) -> None:
+def test_simple_methods(peer: Peer, start: StartEngine) -> None:
     """The rest of the control plane answers as a vLLM engine does."""
     start(options={"supported_tasks": ["generate", "embed"]}, ready={"block_size": 128})
     assert peer.call("get_supported_tasks") == ["generate", "embed"]
@@ -423,7 +400,7 @@ def test_simple_methods(peer: Peer, start: Start) -> None:
     assert peer.call("collective_rpc", "check_health", None, [], {}) == [None, None]
 
 
-def test_weight_version_is_stamped_on_outputs(peer: Peer, start: Start) -> None:
+def test_weight_version_is_stamped_on_outputs(peer: Peer, start: StartEngine) -> None:
     """Every output of a step names the weights that it came from."""
     start()
     peer.add("a", [1], options={"max_tokens": 1})
@@ -433,7 +410,7 @@ def test_weight_version_is_stamped_on_outputs(peer: Peer, start: Start) -> None:
     assert peer.outputs().weight_version == "w2"
 
 
-def test_profiler(peer: Peer, start: Start) -> None:
+def test_profiler(peer: Peer, start: StartEngine) -> None:
     """Profiling fails on an engine that was started without a profiler."""
     start()
     assert peer.failure("profile", True).startswith(
@@ -442,7 +419,7 @@ def test_profiler(peer: Peer, start: Start) -> None:
     )
 
 
-def test_with_profiler(peer: Peer, start: Start) -> None:
+def test_with_profiler(peer: Peer, start: StartEngine) -> None:
     """With one, it starts and stops."""
     engine = start(options={"profiler": True})
     assert peer.call("profile", True, "prefix", 1, 2) is None
@@ -451,7 +428,7 @@ def test_with_profiler(peer: Peer, start: Start) -> None:
     assert not engine.model.workers[1].profiling
 
 
-def test_save_sharded_state(peer: Peer, start: Start, tmp_path: Path) -> None:
+def test_save_sharded_state(peer: Peer, start: StartEngine, tmp_path: Path) -> None:
     """The directory must exist."""
     start()
     assert peer.call("save_sharded_state", str(tmp_path), None, None) is None
@@ -470,7 +447,7 @@ def rpc_failure(peer: Peer, method: str, **kwargs: Any) -> str:
     return peer.failure("collective_rpc", method, None, [], kwargs)
 
 
-def test_weight_transfer(peer: Peer, start: Start) -> None:
+def test_weight_transfer(peer: Peer, start: StartEngine) -> None:
     """Initialize, start, update, finish: then the weights are others."""
     start(ready={"weight_transfer_backend": "nccl"})
     before = peer.call("compute_weight_checksums")
@@ -485,7 +462,7 @@ def test_weight_transfer(peer: Peer, start: Start) -> None:
     assert rpc(peer, "checkpoint_restore") == [None, None]
 
 
-def test_weight_transfer_out_of_order(peer: Peer, start: Start) -> None:
+def test_weight_transfer_out_of_order(peer: Peer, start: StartEngine) -> None:
     """Each step refuses to come out of its turn."""
     start(ready={"weight_transfer_backend": "nccl"})
     rpc(peer, "init_weight_transfer_engine", init_info={})
@@ -512,7 +489,7 @@ def test_weight_transfer_out_of_order(peer: Peer, start: Start) -> None:
     assert "initialize it first" in rpc_failure(peer, "update_weights", **update)
 
 
-def test_weight_transfer_without_backend(peer: Peer, start: Start) -> None:
+def test_weight_transfer_without_backend(peer: Peer, start: StartEngine) -> None:
     """An engine that registers without a backend has no weight transfer."""
     start()
     calls: dict[str, dict[str, Any]] = {
@@ -526,7 +503,7 @@ def test_weight_transfer_without_backend(peer: Peer, start: Start) -> None:
         assert "Weight transfer not configured." in rpc_failure(peer, method, **kwargs)
 
 
-def test_draft_update(peer: Peer, start: Start) -> None:
+def test_draft_update(peer: Peer, start: StartEngine) -> None:
     """The draft model's weights are not those that the checksums are of."""
     ready = {"weight_transfer_backend": "nccl", "supports_draft_weight_updates": True}
     start(ready=ready)
@@ -541,7 +518,7 @@ def test_draft_update(peer: Peer, start: Start) -> None:
 # -- members of a lockstep group -------------------------------------------------------------------
 
 
-def test_lockstep_methods(peer: Peer, start: Start) -> None:
+def test_lockstep_methods(peer: Peer, start: StartEngine) -> None:
     """Some methods are there only in members of a lockstep group."""
     start(ready={"data_parallel_size": 2})
     assert peer.call("barrier") is None
@@ -555,7 +532,7 @@ def test_lockstep_methods(peer: Peer, start: Start) -> None:
     assert peer.failure("nope") == text
 
 
-def test_methods_of_others(peer: Peer, start: Start) -> None:
+def test_methods_of_others(peer: Peer, start: StartEngine) -> None:
     """In others they are unknown, and fault tolerance leaves the engine deaf."""
     start()
     for method in ("barrier", "reinitialize_distributed", "commit_prepared_elastic_ep"):
@@ -572,7 +549,7 @@ def test_methods_of_others(peer: Peer, start: Start) -> None:
 # -- faults ----------------------------------------------------------------------------------------
 
 
-def test_one_worker_fails(peer: Peer, start: Start) -> None:
+def test_one_worker_fails(peer: Peer, start: StartEngine) -> None:
     """The other worker has done it; the engine's own view is then one of disagreement."""
     rule = FaultRule("add_lora", "fail", worker=1, message="out of memory", occurrence=1)
     engine = start(faults=[rule])
@@ -584,14 +561,14 @@ def test_one_worker_fails(peer: Peer, start: Start) -> None:
     assert peer.call("list_loras") == [1]
 
 
-def test_worker_failure_does_not_linger(peer: Peer, start: Start) -> None:
+def test_worker_failure_does_not_linger(peer: Peer, start: StartEngine) -> None:
     """A failing worker that nobody asked for anything fails nothing later."""
     start(faults=[FaultRule("is_sleeping", "fail", worker=0, message="never seen")])
     assert peer.call("is_sleeping") is False
     assert peer.call("list_loras") == []
 
 
-def test_answers_by_script(peer: Peer, start: Start) -> None:
+def test_answers_by_script(peer: Peer, start: StartEngine) -> None:
     """An answer can be given without executing, and a failure after it."""
     start(
         faults=[
@@ -607,7 +584,7 @@ def test_answers_by_script(peer: Peer, start: Start) -> None:
 
 
 @pytest.mark.parametrize(("do", "times"), [("duplicate", 2), ("fail_after", 1), ("delay", 1)])
-def test_faults_on_deferred_replies(peer: Peer, start: Start, do: str, times: int) -> None:
+def test_faults_on_deferred_replies(peer: Peer, start: StartEngine, do: str, times: int) -> None:
     """Faults act on a deferred reply when it comes."""
     start(options=MANUAL, faults=[FaultRule("pause_scheduler", do, message="late")])
     pause, step = pause_with_one_step_left(peer)
@@ -616,7 +593,7 @@ def test_faults_on_deferred_replies(peer: Peer, start: Start, do: str, times: in
     assert replies == [(step, None, 1)] + [(pause, failure, None)] * times
 
 
-def test_deferred_reply_can_be_held(peer: Peer, start: Start) -> None:
+def test_deferred_reply_can_be_held(peer: Peer, start: StartEngine) -> None:
     """A held one waits for its release, when it is there."""
     start(options=MANUAL, faults=[FaultRule("pause_scheduler", "hold")])
     pause, step = pause_with_one_step_left(peer)
