@@ -10,15 +10,24 @@ How a death is told apart from a life
 ZeroMQ names the connection of each frame (``SRCFD``), and its socket monitor names the connection
 that was lost, by the same descriptor.  A registration names an engine's input connection; an
 output's engine index names its output connection.  An output connection that has not carried
-anything yet has no name; the rest follows by elimination:
+anything yet has no name, and what is known of it follows by elimination.  A healthy engine must
+never be taken for a dead one, so each step is taken only when no other reading is left:
 
-* as many engines without a named output connection as unnamed connections: nothing is missing;
-* fewer connections than engines, once there were enough: somebody lost theirs.  With no unnamed
-  connection left it is all those engines; otherwise a harmless call asks each, and whoever answers
-  has named its connection.
+* An engine is *covered* from the moment at which there were as many unnamed connections as engines
+  that may own them: those without a named one, started or just starting.  Before, its own may
+  still be on its way.
+* An unnamed connection is lost.  Enough of the older ones for the covered engines are left: it was
+  somebody else's, such as that of an engine whose input connection went too.  Otherwise every
+  covered engine is in *doubt*.  One for which no older connection is left has lost its own.  When
+  several are possible, a harmless call asks each: whoever answers on an older connection is well,
+  and whoever answers on a later one has lost the older and what it said there.
 
 Descriptors are reused at once, so a lost connection is forgotten at once, and a registration is
-trusted only after the monitor has been read empty.
+trusted only after the monitor has been read empty.  What an engine said last counts: one whose
+input connection was lost is dead when its output connection is lost too, or shortly after.
+
+A dead engine is alive again when it registers; one that was only cut off, when a message reaches it
+and there is an output connection for it, or it answers a question.
 """
 
 from __future__ import annotations
@@ -26,9 +35,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 from engine_client.dispatch.lockstep import LockstepGroup, Outgoing
 from engine_client.dispatch.registry import Registry
@@ -71,17 +83,20 @@ SENTINEL = "it reported a fatal error (ENGINE_CORE_DEAD); its log says which"
 FENCE_DELAY = 0.1
 """Seconds that a known connection's loss gets to explain an unnamed one's, before engines are
 asked."""
-PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0)
+LAST_WORDS = 0.01
+"""Seconds that the last output of an engine gets to arrive after its input connection was lost."""
+PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0, 10.0)
 """Seconds after a connection came or went until ZeroMQ surely knows who can be reached."""
 
 
 class Connection:
     """One connection of a peer to the input or the output socket."""
 
-    __slots__ = ("closing", "codec", "fd", "retired")
+    __slots__ = ("born", "closing", "codec", "retired")
 
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
+    def __init__(self, born: int) -> None:
+        self.born = born
+        """Its place in the order in which connections arrived."""
         self.codec: Codec | None = None
         """What its messages are decoded with, once it is named for an engine."""
         self.retired = False
@@ -90,21 +105,33 @@ class Connection:
         """Its loss has been read but not yet acted upon: the descriptor may be another's."""
 
 
+class Doubt(NamedTuple):
+    """A connection was lost that may have been an engine's output connection."""
+
+    arrivals: int
+    """How many connections had arrived by then: what arrived later does not clear the doubt."""
+    why: str
+    """Words that follow "engine 3 is dead: "."""
+
+
 class Peer:
     """One engine as the dispatcher knows it."""
 
     __slots__ = (
         "codec",
         "covered",
-        "fence",
+        "doubt",
         "greeting",
         "handshake",
         "id",
         "index",
         "input",
+        "leaving",
         "lost",
         "output",
+        "questions",
         "registered",
+        "since",
     )
 
     def __init__(self, index: int, *, bootstrapped: bool) -> None:
@@ -116,17 +143,28 @@ class Peer:
         """The input connection, once known."""
         self.output: Connection | None = None
         """The output connection, once known."""
-        self.covered = False
-        """Whether an unnamed output connection was seen that can be this engine's."""
+        self.covered: int | None = None
+        """How many connections had arrived when surely one of them was its output connection."""
+        self.doubt: Doubt | None = None
+        """Whether its unnamed output connection may be lost."""
+        self.since = 0
+        """How many connections had arrived when it was told where to connect: they are others'."""
+        self.leaving: Connection | None = None
+        """Its input connection, lost a moment ago: its last output may be on its way."""
         self.lost: set[Side] = set()
         """Connections whose loss killed it; with both back it is alive again.  Empty when only a
         registration can bring it back."""
         self.greeting: Dialect | None = None
         """Dialect of a HELLO that came while the index was still alive."""
-        self.fence: int | None = None
-        """Call id of the question whether it is there."""
+        self.questions: set[int] = set()
+        """Call ids of the questions whether it is there."""
         self.registered = False
         """Whether it ever registered."""
+
+    def forget(self) -> None:
+        """Forget what was concluded of an incarnation that is gone."""
+        self.covered = self.doubt = self.leaving = None
+        self.questions.clear()
 
 
 class Core:
@@ -180,7 +218,7 @@ class Core:
         self._max_message_size = max_message_size
         self._peers = {index: Peer(index, bootstrapped=init is None) for index in indices}
         self._connections: dict[Side, dict[int, Connection]] = {"input": {}, "output": {}}
-        self._output_loss = LOST
+        self._arrivals = 0
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_ids = itertools.count()
 
@@ -203,10 +241,17 @@ class Core:
     def missing(self) -> dict[int, str]:
         """What is awaited from each engine that has not started; any thread may ask."""
         return {
-            index: peer.handshake.waiting_for
+            index: awaited
             for index, peer in self._peers.items()
-            if peer.handshake.phase is not Phase.COMPLETE
+            if (awaited := self._awaited(peer)) is not None
         }
+
+    def _awaited(self, peer: Peer) -> str | None:
+        if peer.handshake.phase is not Phase.COMPLETE:
+            return peer.handshake.waiting_for
+        if self.registry.engines[peer.index].alive:
+            return None
+        return ClientHandshake(bootstrapped=self._init is None).waiting_for
 
     def _stray(self, note: str) -> None:
         self.stats.stray_messages += 1
@@ -267,16 +312,19 @@ class Core:
             ) from exc
 
     def _hello(self, peer: Peer, dialect: Dialect, now: float) -> None:
-        record = self.registry.engines[peer.index]
-        if record.alive:
-            logger.warning(
-                "engine %d is alive, but another process says HELLO under its index; it gets its "
-                "INIT when the first one is gone",
-                peer.index,
-            )
+        self._left(peer, peer.leaving, now)
+        if self.registry.engines[peer.index].alive:
+            note = f"engine {peer.index} is alive, but another process says HELLO under its index"
+            self.notes.append(note)
+            logger.warning("%s; it gets its INIT when the first one is gone", note)
             peer.greeting = dialect
             self._probe(peer)
             return
+        if peer.handshake.phase is Phase.GREETED:
+            self.notes.append(
+                f"engine {peer.index} said HELLO again: it was restarted, or two processes have "
+                f"its index"
+            )
         self._greet(peer, dialect)
 
     def _greet(self, peer: Peer, dialect: Dialect) -> None:
@@ -285,6 +333,9 @@ class Core:
             return
         peer.greeting = None
         peer.codec = dialect
+        if peer.handshake.phase is not Phase.GREETED:
+            # Of two that were greeted, either may come: then the earlier moment counts.
+            peer.since = self._arrivals
         peer.handshake.receive(Event.HELLO)
         payload = codec_named(dialect).encode(self._init.to_plain())
         self.outgoing.append(Outgoing("handshake", peer.index, (peer.id, payload)))
@@ -323,9 +374,8 @@ class Core:
         peer.codec = dialect
         peer.input = connection
         peer.output = None
-        peer.covered = False
+        peer.forget()
         peer.lost = set()
-        peer.fence = None
         self.registry.register_engine(index, dialect, ready, now)
         self._check_dialects(peer)
         self._learn_coordinator(ready)
@@ -336,7 +386,7 @@ class Core:
             # The connection was gone before its registration could be read.
             self._die(peer, LOST, now, lost="input")
             return
-        self._check_outputs(now)
+        self._review_outputs(now)
         self._progress()
 
     def _check_dialects(self, peer: Peer) -> None:
@@ -389,12 +439,12 @@ class Core:
 
     def connected(self, side: Side, fd: int, now: float) -> None:
         """The socket monitor reports a new connection."""
-        self._connections[side][fd] = Connection(fd)
+        self._arrivals += 1
+        self._connections[side][fd] = Connection(self._arrivals)
         if side == "output":
-            self._check_outputs(now)
+            self._review_outputs(now)
         if any(peer.lost for peer in self._peers.values()):
-            for delay in PROBE_DELAYS:
-                self._later(now + delay, self._try_revive)
+            self._repeat(self._try_revive, now, PROBE_DELAYS)
 
     def closing(self, side: Side, fd: int) -> None:
         """A loss was read; what the output socket still holds comes before it is acted upon."""
@@ -413,18 +463,35 @@ class Core:
         owners = [p for p in self._peers.values() if getattr(p, side) is connection]
         for peer in owners:
             setattr(peer, side, None)
-            if self.registry.engines[peer.index].alive:
+            if not self.registry.engines[peer.index].alive:
+                if peer.lost:
+                    peer.lost.add(side)
+            elif (
+                side == "input"
+                and peer.doubt is None
+                and (peer.output is not None or self._unnamed_outputs())
+            ):
+                peer.leaving = connection
+                self._later(now + LAST_WORDS, partial(self._left, peer, connection))
+            else:
                 self._die(peer, LOST, now, lost=side)
-            elif peer.lost:
-                peer.lost.add(side)
-        if owners or connection.retired:
-            return
-        if side == "output":
-            self._output_loss = LOST
-            self._check_outputs(now, loss=True)
-            return
-        for delay in PROBE_DELAYS[:2]:
-            self._later(now + delay, self._probe_unnamed)
+        if side == "output" and not owners and not connection.retired:
+            leaving = [p for p in self._peers.values() if p.leaving is not None]
+            for peer in leaving:
+                self._left(peer, peer.leaving, now)
+            self._lose_unnamed(connection, LOST, now, FENCE_DELAY)
+        elif side == "input" and not owners:
+            # Perhaps that of an engine which reconnected: those have no name.
+            self._repeat(self._probe_unnamed, now, PROBE_DELAYS)
+
+    def _left(self, peer: Peer, connection: Connection | None, now: float) -> None:
+        """The time for last words is over."""
+        if connection is not None and connection is peer.leaving:
+            self._die(peer, LOST, now, lost="input")
+
+    def _repeat(self, action: Callable[[float], None], now: float, delays: Sequence[float]) -> None:
+        for delay in delays:
+            self._later(now + delay, action)
 
     def _probe_unnamed(self, now: float) -> None:
         for peer in self._peers.values():
@@ -440,20 +507,32 @@ class Core:
 
     def _try_revive(self, now: float) -> None:
         for peer in self._peers.values():
-            if peer.lost and peer.handshake.phase is not Phase.GREETED:
+            if self._may_return(peer):
                 self._probe(peer)
+
+    def _may_return(self, peer: Peer) -> bool:
+        """Whether the engine is only cut off, and no other process was invited in its place."""
+        return bool(peer.lost) and peer.handshake.phase is not Phase.GREETED
 
     def reached(self, item: Outgoing, now: float) -> None:
         """A message that no call waits for went out: the engine has an input connection."""
         peer = self._peers[item.engine]
-        if item.channel != "input" or not peer.lost:
+        if item.channel != "input" or not self._may_return(peer):
             return
-        if peer.output is None and self._unnamed_outputs() == 0:
-            return
+        if peer.output is not None or len(self._unnamed_outputs()) > len(self._nameless()):
+            self._revive(peer, now)
+        elif item.frames[1] == RequestType.ABORT:
+            # Its output connection may be missing, or be taken for one of the past.
+            self._ask(peer)
+
+    def _revive(self, peer: Peer, now: float) -> None:
         peer.lost = set()
-        self.registry.revive_engine(item.engine)
+        self.registry.revive_engine(peer.index)
         self._returned(peer, "reconnected")
-        self._check_outputs(now)
+        if peer.input is None:
+            self._repeat(self._probe_unnamed, now, PROBE_DELAYS)
+        self._review_outputs(now)
+        self._progress()
 
     def unreachable(self, item: Outgoing, now: float) -> None:
         """ZeroMQ has no connection to the engine (EHOSTUNREACH): the message was not sent."""
@@ -492,22 +571,30 @@ class Core:
             ]
         if record.in_lockstep:
             self.group.reset()
+        sides: set[Side] = set()
+        if lost is not None and len(group) == 1:
+            sides = {lost} if peer.leaving is None else {lost, "input"}
         for member in group:
             reason = why
             if member is not peer:
                 reason = f"engine {peer.index} of its lockstep group died: {why}"
             self._bury(member, reason, now)
-            member.lost = {lost} if lost and member is peer and len(group) == 1 else set()
+            member.lost = sides
+            if sides:
+                # The way back may have been opened before this was known.
+                self._repeat(self._try_revive, now, PROBE_DELAYS[1:])
+            else:
+                member.handshake = ClientHandshake(bootstrapped=self._init is None)
         if not self.startup.finished:
             logger.warning("engine %d was lost during the start; waiting for it", peer.index)
         for member in group:
             if member.greeting is not None:
                 self._greet(member, member.greeting)
+        self._review_outputs(now)
 
     def _bury(self, peer: Peer, why: str, now: float) -> None:
         self.stats.deaths += 1
-        peer.handshake = ClientHandshake(bootstrapped=self._init is None)
-        peer.fence = None
+        peer.forget()
         self.registry.bury_engine(peer.index, why)
         failed = self.registry.fail_engine(
             peer.index,
@@ -524,14 +611,22 @@ class Core:
             "engine %d is dead: %s (calls and requests failed: %d)", peer.index, why, failed
         )
 
-    def _replaced(self, peer: Peer, how: str, now: float) -> None:
-        """The old incarnation of an engine is gone; the new one is there already."""
+    def _replaced(self, peer: Peer, how: str, now: float, spare: int | None = None) -> None:
+        """The old incarnation of an engine is gone; the new one is there already.
+
+        Args:
+            peer: the engine.
+            how: words that follow "engine 3 was replaced: ".
+            now: monotonic time.
+            spare: id of a call that the new one is just answering.
+        """
         self.stats.deaths += 1
         failed = self.registry.fail_engine(
             peer.index,
             EngineDeadError,
             f"engine {peer.index} was replaced before it replied to {{method}}: {how}",
             now,
+            spare=spare,
         )
         failed += self.requests.fail_engine(
             peer.index,
@@ -545,6 +640,7 @@ class Core:
             if connection is not None:
                 connection.retired = True
         peer.input = peer.output = None
+        peer.forget()
 
     def process_exited(self, index: int, how: str, now: float) -> None:
         """The supervisor reports that a launched engine's process ended.
@@ -572,15 +668,17 @@ class Core:
             self._die(peer, why, now)
         else:
             self.registry.bury_engine(index, why)
-            peer.lost = set()
+            if peer.lost:
+                peer.lost = set()
+                peer.handshake = ClientHandshake(bootstrapped=self._init is None)
 
     # -- output connections without a name ----------------------------------------------------
 
-    def _unnamed_outputs(self) -> int:
+    def _unnamed_outputs(self) -> list[Connection]:
         named = {id(p.output) for p in self._peers.values() if p.output is not None}
-        return sum(
-            1 for c in self._connections["output"].values() if not c.retired and id(c) not in named
-        )
+        return [
+            c for c in self._connections["output"].values() if not c.retired and id(c) not in named
+        ]
 
     def _nameless(self) -> list[Peer]:
         """Living engines whose output connection is not known."""
@@ -588,57 +686,126 @@ class Core:
             p for i, p in self._peers.items() if p.output is None and self.registry.engines[i].alive
         ]
 
-    def _check_outputs(
-        self, now: float, *, loss: bool = False, ask_after: float = FENCE_DELAY
-    ) -> None:
-        nameless = self._nameless()
-        unnamed = self._unnamed_outputs()
-        if unnamed >= len(nameless):
-            for peer in nameless:
-                peer.covered = True
+    def _cover(self, unnamed: Sequence[Connection], nameless: Sequence[Peer]) -> None:
+        """Find the engines of which one of the unnamed connections must be."""
+        uncovered = [peer for peer in nameless if peer.covered is None]
+        if not uncovered:
             return
-        suspects = [peer for peer in nameless if peer.covered]
-        if unnamed == 0:
-            for peer in suspects:
-                if self.registry.engines[peer.index].alive:
-                    final = self._output_loss is SENTINEL
-                    self._die(peer, self._output_loss, now, lost=None if final else "output")
-        elif suspects and loss:
-            self._later(now + ask_after, self._ask_nameless)
+        arrivals = sorted(c.born for c in unnamed)
+        # By when each engine that may own one of these had its own.
+        claims = sorted(
+            math.inf if p.covered is None else p.covered
+            for i, p in self._peers.items()
+            if p.output is None
+            and (self.registry.engines[i].alive or p.lost or p.handshake.phase is not Phase.NEW)
+        )
+        for peer in uncovered:
+            # Both counted from the moment at which this engine was told where to connect.
+            possible = len(arrivals) - bisect_right(arrivals, peer.since)
+            if possible >= len(claims) - bisect_right(claims, peer.since):
+                peer.covered = self._arrivals
 
-    def _ask_nameless(self, now: float) -> None:
+    def _review_outputs(self, now: float) -> None:
+        """Conclude what the unnamed output connections allow to conclude."""
+        nameless = self._nameless()
+        if not nameless:
+            return
+        unnamed = self._unnamed_outputs()
+        self._cover(unnamed, nameless)
+        doubtful = [(peer, peer.doubt) for peer in nameless if peer.doubt is not None]
+        if not doubtful:
+            return
+        oldest = min(doubt.arrivals for _, doubt in doubtful)
+        owners = sum(1 for p in nameless if p.covered is not None and p.covered <= oldest)
+        if sum(1 for c in unnamed if c.born <= oldest) >= owners:
+            for peer, _ in doubtful:
+                peer.doubt = None
+            return
+        for peer, doubt in doubtful:
+            # One death may have settled the doubts about the others.
+            if peer.doubt is doubt and not any(
+                peer.since < c.born <= doubt.arrivals for c in unnamed
+            ):
+                final = doubt.why is SENTINEL
+                self._die(peer, doubt.why, now, lost=None if final else "output")
+
+    def _lose_unnamed(self, connection: Connection, why: str, now: float, ask_after: float) -> None:
+        """An output connection without a name is lost."""
+        doubt = Doubt(self._arrivals, why)
+        for peer in self._nameless():
+            if peer.covered is not None and peer.doubt is None and connection.born > peer.since:
+                peer.doubt = doubt
+        self._review_outputs(now)
+        self._later(now + ask_after, self._ask_doubtful)
+
+    def _ask_doubtful(self, now: float) -> None:
         """Ask engines whose output connection has no name: a reply names it."""
         nameless = self._nameless()
-        if self._unnamed_outputs() >= len(nameless):
-            return
-        for peer in nameless:
-            if peer.fence is not None or peer.codec is None:
-                continue
-            peer.fence = next(self._call_ids)
-            question = UtilityRequest(self._client_index, peer.fence, "is_sleeping", [])
-            payload = codec_named(peer.codec).encode(question.to_plain())
-            self.outgoing.append(
-                Outgoing("input", peer.index, (peer.id, RequestType.UTILITY, payload))
-            )
+        if any(peer.doubt is not None for peer in nameless):
+            for peer in nameless:
+                self._ask(peer)
 
-    def _name_output(self, connection: Connection | None, peer: Peer, now: float) -> bool:
-        """An output names an engine: learn its connection.  False: what it carries is late."""
+    def _ask(self, peer: Peer) -> None:
+        if peer.codec is None:
+            return
+        call_id = next(self._call_ids)
+        peer.questions.add(call_id)
+        question = UtilityRequest(self._client_index, call_id, "is_sleeping", [])
+        payload = codec_named(peer.codec).encode(question.to_plain())
+        self.outgoing.append(Outgoing("input", peer.index, (peer.id, RequestType.UTILITY, payload)))
+
+    def _learn_output(
+        self, connection: Connection | None, peer: Peer, message: Outputs, now: float
+    ) -> bool:
+        """An output names an engine on a connection not known as its own.
+
+        Returns:
+            False: what it carries is late.
+
+        Raises:
+            ProtocolError: the connection is another engine's.
+        """
         if connection is None or connection.closing:
             # Gone already, or its number may be another connection's: nothing to learn.
             return True
-        if connection.retired:
-            return False
-        if peer.output is not None:
-            self._replaced(peer, "its output came on another connection", now)
+        call_id = None if message.utility is None else message.utility.call_id
+        owners = [p.index for p in self._peers.values() if p.output is connection]
+        if owners and peer.output is not None:
+            raise ProtocolError(
+                f"it names engine {peer.index}, but came from {engine_names(owners)}",
+                call_id=call_id,
+            )
+        if connection.retired or connection.born <= peer.since:
+            # Of an incarnation that is gone; unless it answers what only the present one was asked.
+            if not self._was_asked(peer, message):
+                connection.retired = not owners
+                return False
+            connection.retired = False
+        if self.registry.engines[peer.index].alive and (
+            peer.output is not None
+            or (peer.doubt is not None and connection.born > peer.doubt.arrivals)
+        ):
+            self._replaced(peer, "its output came on another connection", now, spare=call_id)
+        elif peer.output is not None:
+            peer.output.retired = True
         peer.output = connection
+        peer.doubt = None
         if peer.codec is not None:
             connection.codec = codec_named(peer.codec)
-        if peer.lost == {"output"} and peer.input is not None:
-            peer.lost = set()
-            self.registry.revive_engine(peer.index)
-            self._returned(peer, "reconnected")
-        self._check_outputs(now)
+        if peer.lost == {"output"} and peer.input is not None and self._may_return(peer):
+            self._revive(peer, now)
+        self._review_outputs(now)
         return True
+
+    def _was_asked(self, peer: Peer, message: Outputs) -> bool:
+        """Whether a message answers what is still open; the ids of all that are unique."""
+        reply = message.utility
+        if reply is not None and (
+            reply.call_id in peer.questions or self.registry.awaits(peer.index, reply.call_id)
+        ):
+            return True
+        live = self.registry.engines[peer.index].requests
+        return any(isinstance(r, list) and r and r[0] in live for r in message.outputs)
 
     # -- outputs ----------------------------------------------------------------------------------
 
@@ -660,14 +827,17 @@ class Core:
             index = message.engine_index
             peer = self._peers.get(index)
             if peer is None:
-                raise ProtocolError(f"it names engine {index}, which is none of this client's")
+                raise ProtocolError(
+                    f"it names engine {index}, which is none of this client's",
+                    call_id=None if message.utility is None else message.utility.call_id,
+                )
+            if (peer.output is not connection or connection is None) and not self._learn_output(
+                connection, peer, message, now
+            ):
+                self.stats.late_replies += 1
+                return
         except ProtocolError as exc:
-            self._bad_output(connection, main, exc, now)
-            return
-        if (peer.output is not connection or connection is None) and not self._name_output(
-            connection, peer, now
-        ):
-            self.stats.late_replies += 1
+            self._bad_output(connection, fd, main, exc, now)
             return
         if (
             message.wave_complete is not None
@@ -685,8 +855,10 @@ class Core:
         if reply.failure is not None:
             error = RemoteError(reply.failure, engine=index)
         if not self.registry.settle(index, call_id, error, reply.value, now):
-            if call_id == peer.fence:
-                peer.fence = None
+            if call_id in peer.questions:
+                peer.questions.discard(call_id)
+                if self._may_return(peer):
+                    self._revive(peer, now)
             elif call_id < 0:
                 logger.debug("engine %d announced %r", index, reply.value)
             else:
@@ -751,8 +923,11 @@ class Core:
         """The engines that a connection can be of: the one it is named for, else any unnamed."""
         if connection is not None:
             named = [p for p in self._peers.values() if p.output is connection]
-            if named or connection.retired:
+            if connection.retired or (named and not connection.closing):
                 return named
+            # Without a name, or with a number that may be another's by now.
+            possible = [p for p in self._nameless() if connection.born > p.since]
+            return [*named, *(p for p in possible if p not in named)]
         return self._nameless()
 
     def _dialects(self, connection: Connection | None) -> list[Dialect]:
@@ -760,11 +935,17 @@ class Core:
         return list(found) or [self._forced_codec or "cbor"]
 
     def _bad_output(
-        self, connection: Connection | None, main: bytes, exc: ProtocolError, now: float
+        self,
+        connection: Connection | None,
+        fd: int,
+        main: bytes,
+        exc: ProtocolError,
+        now: float,
     ) -> None:
         """A message that cannot be decoded fails what it could have been for, nothing else."""
         self.stats.malformed_messages += 1
-        owners = self._owners(connection)
+        # A connection without a descriptor is none of ZeroMQ's present protocol: no engine's.
+        owners = self._owners(connection) if fd >= 0 else []
         index, call_id = exc.engine_index, exc.call_id
         if call_id is None:
             for dialect in self._dialects(connection):
@@ -778,13 +959,12 @@ class Core:
             exc,
         )
         if call_id is not None:
-            for peer in owners:
-                if index in (None, peer.index):
-                    error = ReplyError(
-                        f"engine {peer.index}'s reply could not be decoded: {exc}",
-                        engine=peer.index,
-                    )
-                    self.registry.fail(peer.index, call_id, error, now)
+            # A connection tells more than an index that fits none of its owners.
+            for peer in [p for p in owners if p.index == index] or owners:
+                error = ReplyError(
+                    f"engine {peer.index}'s reply could not be decoded: {exc}", engine=peer.index
+                )
+                self.registry.fail(peer.index, call_id, error, now)
             return
         for peer in owners:
             self.registry.fail_engine(
@@ -802,7 +982,10 @@ class Core:
             )
 
     def _sentinel(self, connection: Connection | None, now: float) -> None:
-        if connection is None or connection.retired:
+        if connection is None:
+            self.stats.malformed_messages += 1
+            return
+        if connection.retired:
             return
         owners = [p for p in self._peers.values() if p.output is connection]
         connection.retired = True
@@ -811,8 +994,7 @@ class Core:
             if self.registry.engines[peer.index].alive:
                 self._die(peer, SENTINEL, now)
         if not owners:
-            self._output_loss = SENTINEL
-            self._check_outputs(now, loss=True, ask_after=0.0)
+            self._lose_unnamed(connection, SENTINEL, now, ask_after=0.0)
 
     # -- calls ------------------------------------------------------------------------------------
 

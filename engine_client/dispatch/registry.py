@@ -318,7 +318,21 @@ class Registry:
         assert self.lock.locked()
         return (call for call in list(self._calls.values()) if index in call.waiting)
 
-    def fail_engine(self, index: int, kind: type[EngineError], text: str, now: float) -> int:
+    def awaits(self, index: int, call_id: int) -> bool:
+        """Whether a call waits for this engine's reply."""
+        with self.lock:
+            call = self._calls.get(call_id)
+            return call is not None and index in call.waiting
+
+    def fail_engine(
+        self,
+        index: int,
+        kind: type[EngineError],
+        text: str,
+        now: float,
+        *,
+        spare: int | None = None,
+    ) -> int:
         """Settle everything that waits for an engine with an error; return how many.
 
         Args:
@@ -326,11 +340,14 @@ class Registry:
             kind: the class of the error.
             text: what happened; "{method}" in it is replaced.
             now: monotonic time.
+            spare: id of a call that goes on waiting.
         """
         failed = 0
         with self.lock:
             self._drain()
             for call in self._waiting_on(index):
+                if call.call_id == spare:
+                    continue
                 sent = index in call.sent
                 if not sent:
                     call.refused.add(index)
