@@ -27,6 +27,7 @@ from engine_client.request import EngineRequest
 from engine_client.sampling import SamplingParams
 from engine_client.stats import ClientStats
 from engine_client.stream import RequestStream, abort, open_stream
+from engine_client.text import Tokenizer
 from engine_client.utilities import UtilityMethods
 from engine_client.wire.codec import codec_named
 from engine_client.wire.messages import Init
@@ -219,7 +220,7 @@ class EngineClient(UtilityMethods):
 
     # -- requests -------------------------------------------------------------------------------
 
-    def call(self, request: EngineRequest) -> RequestStream:
+    def call(self, request: EngineRequest, *, tokenizer: Tokenizer | None = None) -> RequestStream:
         """Send a request to one engine and stream its outputs.
 
         The engine is ``request.data_parallel_rank``, or the least loaded living one that is fit
@@ -228,24 +229,32 @@ class EngineClient(UtilityMethods):
         What would kill or deafen an engine is refused here.  What the client cannot know is yours
         to check: a token id beyond the vocabulary ends the engine.
 
+        Args:
+            request: what to send.
+            tokenizer: of the engines' model, any object with ``encode`` and ``decode``.  With it
+                the prompt may be a string, ``stop`` and ``bad_words`` work, outputs have ``text``,
+                and its ``eos_token_id`` ends the request unless the parameters have one.
+
         Returns:
             The stream; iterate over it, leave it early at any time.
 
         Raises:
             DuplicateRequestError: the request id is in use.
-            RequestRefusedError: no living engine can take it; nothing was sent.
+            RequestRefusedError: no living engine can take it, or it needs a tokenizer; nothing was
+                sent.
             EngineDeadError: its engine, or every engine, is dead; nothing was sent.
             NotSentError: its engine was sent too much since it was last heard.
             EncodeError: a part of it cannot be sent.
             ClientClosedError, ClientBrokenError: the client ended.
         """
-        return open_stream(self._dispatcher, request)
+        return open_stream(self._dispatcher, request, tokenizer)
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[str | Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tokenizer: Tokenizer | None = None,
         lora_request: LoraRequest | None = None,
         progress: bool = False,
         max_in_flight: int = 256,
@@ -257,8 +266,11 @@ class EngineClient(UtilityMethods):
         that came before.  An interrupt aborts what runs.
 
         Args:
-            prompts: one list of token ids for each.
-            sampling_params: for all, or one for each; left out: ``SamplingParams()``.
+            prompts: for each a list of token ids, or a string.
+            sampling_params: for all, or one for each; left out: ``SamplingParams()``.  With ``n``
+                above 1, each prompt is sent n times (with the seed, seed + 1, ...), and its
+                completion has n ``samples``.
+            tokenizer: as for :meth:`call`; needed for strings.
             lora_request: an adapter for all, loaded before by :meth:`add_lora`.
             progress: show a bar (with the package tqdm), or a log line every few seconds.
             max_in_flight: how many requests are live at once.
@@ -272,6 +284,7 @@ class EngineClient(UtilityMethods):
             self._dispatcher,
             prompts,
             sampling_params,
+            tokenizer=tokenizer,
             lora_request=lora_request,
             progress=progress,
             max_in_flight=max_in_flight,

@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -18,12 +19,13 @@ from engine_client.deadline import Deadline
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.requests import Delivery, PendingRequest
 from engine_client.dispatch.waiting import Mailbox
-from engine_client.errors import EngineClientError, ReplyError, StreamTimeout
+from engine_client.errors import EngineClientError, ReplyError, StreamError, StreamTimeout
 from engine_client.lora import LoraRequest
 from engine_client.output import Completion, EngineOutput
 from engine_client.request import EngineRequest
 from engine_client.sampling import SamplingParams
 from engine_client.stream import leave, read, register
+from engine_client.text import PlainTokenizer, Tokenizer, Transcript, prepare
 
 __all__ = ["generate"]
 
@@ -42,19 +44,24 @@ class _Progress(Protocol):
 
 
 class _Item:
-    """One prompt on its way."""
+    """One request on its way."""
 
-    __slots__ = ("error", "index", "last", "pending", "request", "tokens")
+    __slots__ = ("error", "last", "pending", "request", "text", "tokens", "transcript")
 
-    def __init__(self, index: int, request: EngineRequest) -> None:
-        self.index = index
+    def __init__(self, request: EngineRequest, transcript: Transcript | None) -> None:
         self.request = request
+        self.transcript = transcript
+        self.text: list[str] = []
         self.pending: PendingRequest | None = None
         self.tokens: list[int] = []
         self.last: EngineOutput | None = None
         self.error: Exception | None = None
 
     def completion(self) -> Completion:
+        text = None
+        if self.transcript is not None:
+            # What was held back when it ended with an error.
+            text = "".join([*self.text, self.transcript.flush()])
         return Completion(
             request_id=self.request.request_id,
             token_ids=self.tokens,
@@ -62,14 +69,25 @@ class _Item:
             stop_reason=None if self.last is None else self.last.stop_reason,
             error=self.error,
             engine=None if self.pending is None else self.pending.engine,
+            text=text,
         )
+
+
+def _grouped(items: list[_Item]) -> Completion:
+    """One prompt's completion, of all its samples."""
+    samples = tuple(item.completion() for item in items)
+    if len(samples) == 1:
+        return samples[0]
+    error = next((sample.error for sample in samples if sample.error is not None), None)
+    return replace(samples[0], error=error, samples=samples)
 
 
 def generate(
     dispatcher: Dispatcher,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[str | Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     *,
+    tokenizer: Tokenizer | None,
     lora_request: LoraRequest | None,
     progress: bool,
     max_in_flight: int,
@@ -78,11 +96,12 @@ def generate(
     """See :meth:`EngineClient.generate`."""
     deadline = Deadline(timeout)
     check_count("max_in_flight", max_in_flight, least=1)
-    items = [
-        _Item(index, request)
-        for index, request in enumerate(_requests(prompts, sampling_params, lora_request))
-    ]
     dispatcher.check_usable()
+    plain = None if tokenizer is None else PlainTokenizer(tokenizer)
+    groups = [
+        _samples(request, plain) for request in _requests(prompts, sampling_params, lora_request)
+    ]
+    items = [item for group in groups for item in group]
     mailbox: Mailbox[Delivery] = Mailbox()
     bar = _make_progress(len(items)) if progress else None
     started: list[PendingRequest] = []
@@ -94,20 +113,25 @@ def generate(
         dispatcher.outbox.wakeup.poke()
         if bar is not None:
             bar.close()
-    return [item.completion() for item in items]
+    return [_grouped(group) for group in groups]
 
 
 def _requests(
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[str | Sequence[int]],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     lora_request: LoraRequest | None,
 ) -> list[EngineRequest]:
-    _check_sequence("prompts must be a sequence of token id lists", prompts)
+    _check_sequence(
+        "prompts must be a sequence of strings and token id lists (a single one goes in a list)",
+        prompts,
+    )
     for prompt in prompts:
-        _check_sequence(
-            "each prompt must be a list of token ids (a single one goes in a list: [[1, 2, 3]])",
-            prompt,
-        )
+        if not isinstance(prompt, str):
+            _check_sequence(
+                "each prompt must be a string or a list of token ids (a single one goes in a "
+                "list: [[1, 2, 3]])",
+                prompt,
+            )
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: list[SamplingParams | None] = [sampling_params] * len(prompts)
     else:
@@ -118,9 +142,38 @@ def _requests(
             )
     batch = next(_batches)
     return [
-        EngineRequest(f"generate-{batch}-{index}", prompt, one, lora_request=lora_request)
+        EngineRequest(
+            f"generate-{batch}-{index}",
+            None if isinstance(prompt, str) else prompt,
+            one,
+            lora_request=lora_request,
+            prompt=prompt if isinstance(prompt, str) else None,
+        )
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True))
     ]
+
+
+def _samples(request: EngineRequest, tokenizer: PlainTokenizer | None) -> list[_Item]:
+    """The requests of one prompt: as many as it has samples, each with a seed of its own."""
+    request, make_transcript = prepare(request, tokenizer)
+    params = request.sampling_params
+    if params is None or params.n == 1:
+        requests = [request]
+    else:
+        requests = []
+        for number in range(params.n):
+            # An engine takes -1 for no seed.
+            seed = params.seed if params.seed in (None, -1) else params.seed + number
+            requests.append(
+                replace(
+                    request,
+                    request_id=f"{request.request_id}-{number}",
+                    sampling_params=replace(params, n=1, seed=seed),
+                )
+            )
+    for one in requests:
+        one.check_tokens_only()
+    return [_Item(one, None if make_transcript is None else make_transcript()) for one in requests]
 
 
 def _check_sequence(wanted: str, value: object) -> None:
@@ -199,15 +252,20 @@ def _take(
         finish(item, delivery.error)
         return
     try:
-        output = read(delivery)
-    except ReplyError as exc:
+        output = read(delivery, item.transcript)
+    except (ReplyError, StreamError) as exc:
         leave(dispatcher, request)
         del live[request.wire_id]
         finish(item, exc)
         return
     item.tokens += output.new_token_ids
     item.last = output
+    if output.text is not None:
+        item.text.append(output.text)
     if output.finish_reason is not None:
+        if not request.finished:
+            # A stop string ended it, of which the engine does not know.
+            leave(dispatcher, request)
         del live[request.wire_id]
         finish(item, None)
 

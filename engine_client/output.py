@@ -17,7 +17,7 @@ class FinishReason(IntEnum):
     """Why a request ended."""
 
     STOP = 0
-    """A stop token, or the end of sequence."""
+    """A stop token, a stop string, or the end of sequence."""
     LENGTH = 1
     """``max_tokens``, or the model's limit."""
     ABORT = 2
@@ -101,7 +101,7 @@ class EngineOutput:
     Attributes that an engine did not send are None (``num_nans_in_logits``: 0).
     """
 
-    __slots__ = ("_record", "_typed", "engine", "request_id", "timestamp", "weight_version")
+    __slots__ = ("_record", "_typed", "engine", "request_id", "text", "timestamp", "weight_version")
 
     request_id: str
     """The caller's id of the request."""
@@ -111,6 +111,9 @@ class EngineOutput:
     """The engine's monotonic clock, in seconds; compare it only with others of the same engine."""
     weight_version: str | None
     """Of the weights that made this step."""
+    text: str | None
+    """What is added to the text of the request; may be empty, and lag behind the tokens where they
+    end within a character or could begin a stop string.  None without a tokenizer."""
 
     def __init__(
         self,
@@ -122,11 +125,13 @@ class EngineOutput:
         engine: int | None = None,
         timestamp: float = 0.0,
         weight_version: str | None = None,
+        text: str | None = None,
     ) -> None:
         self.request_id = request_id
         self.engine = engine
         self.timestamp = timestamp
         self.weight_version = weight_version
+        self.text = text
         self._typed: dict[int, Any] | None = None
         record: list[Any] = [request_id, list(new_token_ids), None, None, None, finish_reason]
         self._record = [*record, stop_reason]
@@ -152,6 +157,7 @@ class EngineOutput:
         self.engine = engine
         self.timestamp = timestamp
         self.weight_version = weight_version
+        self.text = None
         self._record = record
         self._typed = None
         if record[2:5] != _NOTHING or any(record[6:_LENGTH]):
@@ -175,6 +181,20 @@ class EngineOutput:
         if self._typed is not None and position in self._typed:
             return self._typed[position]
         return self._record[position] if position < len(self._record) else None
+
+    def end_at(self, stop: str, kept: int) -> None:
+        """Make it the last output of its request: a stop string was found in the text.
+
+        Args:
+            stop: the string.
+            kept: how many of the tokens belong to the request; arrays stay as they came.
+        """
+        record = [*self._record, *[None] * (7 - len(self._record))]
+        record[1] = record[1][:kept]
+        record[5], record[6] = int(FinishReason.STOP), stop
+        self._record = record
+        if self._typed is not None:
+            self._typed[6] = stop
 
     @property
     def new_token_ids(self) -> list[int]:
@@ -205,7 +225,7 @@ class EngineOutput:
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The stop token, or ``"repetition_detected"``."""
+        """The stop token, the stop string, or ``"repetition_detected"``."""
         return self._at(6)  # type: ignore[no-any-return]
 
     @property
@@ -266,7 +286,8 @@ class EngineOutput:
     def __repr__(self) -> str:
         reason = self.finish_reason
         end = "" if reason is None else f", {getattr(reason, 'name', reason)}"
-        return f"<EngineOutput {self.request_id!r} {self.new_token_ids}{end}>"
+        text = "" if self.text is None else f", {self.text!r}"
+        return f"<EngineOutput {self.request_id!r} {self.new_token_ids}{text}{end}>"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, EngineOutput):
@@ -276,6 +297,7 @@ class EngineOutput:
             and self.new_token_ids == other.new_token_ids
             and self.finish_reason == other.finish_reason
             and self.stop_reason == other.stop_reason
+            and self.text == other.text
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -287,7 +309,7 @@ _REASONS: dict[int, FinishReason | int] = {int(reason): reason for reason in Fin
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One prompt's result in a batch."""
+    """One prompt's result in a batch; with ``n`` above 1, its first sample's."""
 
     request_id: str
     token_ids: list[int]
@@ -295,6 +317,10 @@ class Completion:
     finish_reason: FinishReason | int | None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    """Why it failed; None when it ended by itself."""
+    """Why it failed; None when it ended by itself.  With samples, the first error of any."""
     engine: int | None = None
     """The engine that served it."""
+    text: str | None = None
+    """All text, without the stop string; None without a tokenizer."""
+    samples: tuple[Completion, ...] = ()
+    """With ``n`` above 1, all n; otherwise empty."""

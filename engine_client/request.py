@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine_client.errors import RequestRefusedError
@@ -51,13 +51,22 @@ class EngineRequest:
     kv_hints: Mapping[str, Any] | None = None
     allow_unloaded_lora: bool = False
     """Let the engine load the adapter of ``lora_request`` itself.  If it cannot, it dies."""
+    prompt: str | None = field(default=None, kw_only=True)
+    """The prompt as text, instead of ``prompt_token_ids``; sending it needs a tokenizer."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.request_id, str):
             raise TypeError(f"request_id must be a string, not {self.request_id!r}")
         if not self.request_id:
             raise RequestRefusedError("request_id is empty")
-        if self.prompt_token_ids is None and self.prompt_embeds is None:
+        if self.prompt is not None:
+            if not isinstance(self.prompt, str):
+                raise TypeError(f"prompt must be a string or None, not {self.prompt!r}")
+            if self.prompt_token_ids is not None:
+                raise RequestRefusedError(
+                    "prompt and prompt_token_ids are both given: a request has one of them"
+                )
+        elif self.prompt_token_ids is None and self.prompt_embeds is None:
             raise RequestRefusedError("prompt_token_ids is missing: a request needs a prompt")
         if self.prompt_token_ids is not None:
             check_token_ids("prompt_token_ids", self.prompt_token_ids, optional=False)
@@ -88,30 +97,41 @@ class EngineRequest:
         for name in ("abort_immediately", "allow_unloaded_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
-        self._check_sampling()
 
-    def _check_sampling(self) -> None:
+    def check_tokens_only(self) -> None:
+        """Refuse what an engine cannot do for itself: it knows tokens, and one sequence each.
+
+        Raises:
+            RequestRefusedError: text is left in the request, or ``n`` is more than 1.
+        """
+        if self.prompt is not None:
+            raise RequestRefusedError(
+                "prompt is a string, and engines know tokens only: pass tokenizer=, or give "
+                "prompt_token_ids"
+            )
         params = self.sampling_params
         if params is None:
             return
-        if params.n > 1:
-            raise RequestRefusedError(
-                f"sampling_params.n is {params.n}, but an engine returns one sequence for a "
-                f"request: send {params.n} requests, with seeds of their own"
-            )
         for name in ("stop", "bad_words"):
             if getattr(params, name):
                 raise RequestRefusedError(
-                    f"sampling_params.{name} needs a tokenizer, which engines do not have: use "
+                    f"sampling_params.{name} is text, and engines know tokens only: pass "
+                    f"tokenizer=, or use "
                     f"{'stop_token_ids' if name == 'stop' else 'bad_words_token_ids'}"
                 )
+        if params.n > 1:
+            raise RequestRefusedError(
+                f"sampling_params.n is {params.n}, but an engine returns one sequence for a "
+                f"request: generate() expands it to {params.n} requests"
+            )
 
     @property
     def length(self) -> int:
         """Tokens of the prompt."""
         if self.prompt_token_ids is not None:
             return len(self.prompt_token_ids)
-        assert self.prompt_embeds is not None
+        if self.prompt_embeds is None:
+            return 0  # a prompt that is still text
         return self.prompt_embeds.shape[0] if self.prompt_embeds.shape else 0
 
     def to_plain(

@@ -30,6 +30,7 @@ from engine_client.errors import (
 from engine_client.fanout import settle
 from engine_client.output import EngineOutput, FinishReason
 from engine_client.request import EngineRequest
+from engine_client.text import PlainTokenizer, Tokenizer, Transcript, prepare
 from engine_client.wire.codec import codec_named
 from engine_client.wire.plain import plain
 
@@ -44,7 +45,12 @@ class RequestStream(Iterator[EngineOutput]):
     handed from thread to thread.
     """
 
-    def __init__(self, dispatcher: Dispatcher, request: PendingRequest) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        request: PendingRequest,
+        transcript: Transcript | None = None,
+    ) -> None:
         self._dispatcher = dispatcher
         self._request = request
         self._mailbox = request.mailbox
@@ -53,6 +59,9 @@ class RequestStream(Iterator[EngineOutput]):
         self._left = False
         self._consumer: int | None = None
         self._finish_reason: FinishReason | int | None = None
+        self._transcript = transcript
+        self._last_read: tuple[Delivery, EngineOutput, Transcript] | None = None
+        """What was read last, what came of it, and the text so far."""
 
     @property
     def request_id(self) -> str:
@@ -77,7 +86,8 @@ class RequestStream(Iterator[EngineOutput]):
 
         Raises:
             StreamTimeout: none came in time; the stream goes on.
-            StreamError: it ended before; ``StreamAborted`` if you left it.
+            StreamError: it ended before (``StreamAborted`` if you left it), or the tokenizer
+                failed on an output; then the request was aborted.
             StreamOverflow: the consumer fell too far behind; what came before can be read first.
             EngineDeadError: its engine died.
             ReplyError: an output could not be decoded; the request was aborted.
@@ -121,13 +131,16 @@ class RequestStream(Iterator[EngineOutput]):
                 self._ended = True
                 raise delivery.error
             try:
-                output = read(delivery)
-            except ReplyError:
+                output = self._read(delivery)
+            except (ReplyError, StreamError):
                 self._ended = True
                 leave(self._dispatcher, self._request)
                 raise
             reason = output.finish_reason
             if reason is not None:
+                if not self._request.finished:
+                    # A stop string ended it, of which the engine does not know.
+                    leave(self._dispatcher, self._request)
                 self._finish_reason = reason
                 self._ended = True
             self._request.taken += 1
@@ -135,6 +148,20 @@ class RequestStream(Iterator[EngineOutput]):
             return output
         finally:
             self._consumer = None
+
+    def _read(self, delivery: Delivery) -> EngineOutput:
+        if self._transcript is None:
+            return read(delivery)
+        transcript = self._transcript
+        if self._last_read is not None:
+            known, output, transcript = self._last_read
+            if known is delivery:
+                return output  # an interrupt came before it was popped
+        # On a copy, which replaces the other with the output: an interrupt loses no text.
+        transcript = transcript.copy()
+        output = read(delivery, transcript)
+        self._last_read = delivery, output, transcript
+        return output
 
     def _ended_error(self) -> StreamError:
         kind, how = (StreamAborted, "was left early") if self._left else (StreamError, "has ended")
@@ -185,16 +212,21 @@ class RequestStream(Iterator[EngineOutput]):
         return f"<RequestStream {self.request_id!r} on engine {self.engine}: {state}>"
 
 
-def read(delivery: Delivery) -> EngineOutput:
+def read(delivery: Delivery, transcript: Transcript | None = None) -> EngineOutput:
     """Make an output of what lay in a mailbox.
+
+    Args:
+        delivery: what lay there, no error.
+        transcript: of the request, to go on with; with a stop string, the output is the last.
 
     Raises:
         ReplyError: a part of it holds what it cannot.
+        StreamError: the tokenizer failed.
     """
     message, request = delivery.message, delivery.request
     assert message is not None
     try:
-        return EngineOutput.from_plain(
+        output = EngineOutput.from_plain(
             delivery.record,
             delivery.frames,
             request_id=request.request_id,
@@ -208,6 +240,26 @@ def read(delivery: Delivery) -> EngineOutput:
             f"malformed: {exc}",
             engine=message.engine_index,
         ) from exc
+    if transcript is not None:
+        _add_text(output, transcript)
+    return output
+
+
+def _add_text(output: EngineOutput, transcript: Transcript) -> None:
+    reason = output.finish_reason
+    try:
+        step = transcript.read(
+            output.new_token_ids, ended=reason is not None, stopped=reason == FinishReason.STOP
+        )
+    except Exception as exc:
+        raise StreamError(
+            f"the tokenizer failed on an output of request {output.request_id!r}: {exc!r}",
+            request_id=output.request_id,
+            engine=output.engine,
+        ) from exc
+    output.text = step.text
+    if step.stop is not None:
+        output.end_at(step.stop, step.kept)
 
 
 def leave(dispatcher: Dispatcher, request: PendingRequest) -> None:
@@ -244,6 +296,7 @@ def register(
     if not isinstance(request, EngineRequest):
         raise TypeError(f"request must be an EngineRequest, not {type(request).__name__}")
     dispatcher.check_usable()
+    request.check_tokens_only()
     number = next(dispatcher.request_numbers) & 0xFFFFFFFF
     # Eight hex digits make the id unique on the wire: a duplicate live id kills an engine, and a
     # late output of an aborted request must not reach a new one of the same name.
@@ -275,11 +328,20 @@ def register(
     return pending
 
 
-def open_stream(dispatcher: Dispatcher, request: EngineRequest) -> RequestStream:
+def open_stream(
+    dispatcher: Dispatcher, request: EngineRequest, tokenizer: Tokenizer | None
+) -> RequestStream:
     """Send a request and return its stream, which exists before anything is sent."""
+    transcript = None
+    if tokenizer is not None and isinstance(request, EngineRequest):
+        dispatcher.check_usable()
+        request, make_transcript = prepare(request, PlainTokenizer(tokenizer))
+        transcript = None if make_transcript is None else make_transcript()
     streams: list[RequestStream] = []
     register(
-        dispatcher, request, keep=lambda pending: streams.append(RequestStream(dispatcher, pending))
+        dispatcher,
+        request,
+        keep=lambda pending: streams.append(RequestStream(dispatcher, pending, transcript)),
     )
     return streams.pop()
 
