@@ -173,10 +173,8 @@ class Registry:
                 engine = self.engines[index]
                 if not engine.alive:
                     refused[index] = _dead(engine)
-                else:
-                    flooded = self.flooded(engine)
-                    if flooded is not None:
-                        refused[index] = flooded
+                elif (flooded := self.flooded(engine)) is not None:
+                    refused[index] = flooded
             if refused and not each:
                 names = ", ".join(map(str, refused))
                 for index in call.targets:
@@ -190,10 +188,11 @@ class Registry:
             if refused and not each:
                 return False
             self._calls[call.call_id] = call
+            sent = SentCall(call.call_id, call.method, call.started)
             for index in call.waiting:
                 engine = self.engines[index]
                 engine.unanswered += call.size(engine.codec)
-                engine.sent[call.call_id] = SentCall(call.call_id, call.method, call.started)
+                engine.sent[call.call_id] = sent
             return True
 
     def oldest_unanswered(self, index: int) -> SentCall | None:

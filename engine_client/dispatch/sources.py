@@ -17,13 +17,14 @@ import zmq
 
 __all__ = ["Sources", "has_input"]
 
+_POLLIN = int(zmq.POLLIN)  # an operation on the enumeration's member makes another member
 Socket = zmq.Socket[bytes]
 Reader = Callable[[float], None]
 
 
 def has_input(sock: Socket) -> bool:
     """Whether a message is there; if not, the socket's descriptor will tell when one comes."""
-    return bool(int(sock.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+    return bool(int(sock.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 class Sources:
