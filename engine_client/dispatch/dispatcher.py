@@ -15,7 +15,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -136,7 +135,11 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread."""
         _live.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system gives no more threads
+            self._end(None)
+            raise
 
     # -- callers ------------------------------------------------------------------------------
 
@@ -202,8 +205,8 @@ class Dispatcher:
         return latch
 
     def join(self, timeout: float | None) -> None:
-        """Wait until the thread is gone, unless this is the thread."""
-        if not self.is_current_thread():
+        """Wait until the thread is gone, unless this is the thread or it never started."""
+        if not self.is_current_thread() and self._thread.ident is not None:
             self._thread.join(timeout)
 
     def _release(self) -> None:
@@ -476,14 +479,23 @@ def _descriptor(frame: zmq.Frame) -> int:
     return descriptor
 
 
-_live: weakref.WeakSet[Dispatcher] = weakref.WeakSet()
+_live: set[Dispatcher] = set()
+"""Those whose end has not come: their threads hold them as long."""
+EXIT_TIMEOUT = 5.0
+"""Seconds that the end of the program gives a client whose ``close_timeout`` has no limit."""
+_EXIT_GRACE = 1.0
 
 
 @atexit.register
 def _close_all() -> None:
     """End clients that their owner did not close, so that engines and ipc files go too."""
+    asked = []
     for dispatcher in list(_live):
         if not dispatcher.is_foreign():
-            deadline = Deadline(dispatcher.config.close_timeout)
-            if dispatcher.ask_close(deadline).wait(deadline.lock_timeout()):
-                dispatcher.join(deadline.remaining())
+            seconds = dispatcher.config.close_timeout
+            seconds = EXIT_TIMEOUT if seconds is None else seconds
+            latch = dispatcher.ask_close(Deadline(seconds))
+            asked.append((dispatcher, latch, Deadline(seconds + _EXIT_GRACE)))
+    for dispatcher, latch, deadline in asked:
+        if latch.wait(deadline.lock_timeout()):
+            dispatcher.join(deadline.remaining())
