@@ -52,7 +52,7 @@ from engine_client.tools.mock_endings import Endings, complain
 from engine_client.tools.mock_log import MessageLog, Received
 from engine_client.tools.mock_methods import Deferred, EngineModel
 from engine_client.tools.mock_options import EngineOptions
-from engine_client.tools.mock_requests import Requests
+from engine_client.tools.mock_requests import Died, Requests
 from engine_client.tools.mock_sockets import STOP_LINGER_MS, Ended, EngineSockets, Socket
 from engine_client.wire.codec import codec_named
 from engine_client.wire.handshake import EngineHandshake
@@ -203,8 +203,9 @@ class MockEngine:
                 if self._sockets.stopping:
                     self._requests.end_all()  # as a vLLM engine does at SIGTERM
                 raise
-            except Exception as exc:
-                complain(f"EngineCore encountered a fatal error. {type(exc).__name__}: {exc}")
+            except (Exception, Died) as exc:
+                cause = exc.__cause__ if isinstance(exc, Died) else exc
+                complain(f"EngineCore encountered a fatal error. {type(cause).__name__}: {cause}")
                 self._endings.announce_death(self.model.options.farewell_seconds, 1)
         except Ended as ended:
             linger_ms, code = ended.linger_ms, ended.code

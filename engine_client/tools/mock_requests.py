@@ -19,12 +19,19 @@ from engine_client.tools.mock_sockets import EngineSockets
 from engine_client.wire.codec import Codec
 from engine_client.wire.messages import RequestType
 
-__all__ = ["Requests"]
+__all__ = ["Died", "Requests"]
 
 EXECUTOR_FAILED = b"\x04"
 """Internal to vLLM; from a client it kills the engine."""
 WAKEUP = b"\x05"
 """Internal to vLLM; from a client it does nothing."""
+
+
+class Died(BaseException):
+    """A step that was made in a call killed the engine; its cause says how.
+
+    No plain exception: those of calls are only reported.
+    """
 
 
 class Requests:
@@ -123,11 +130,18 @@ class Requests:
         self._send(batches, weight_version=self._model.weight_version)
 
     def step_now(self, count: int = 1) -> int:
-        """Make steps while there is work; return how many were made."""
+        """Make steps while there is work; return how many were made.
+
+        Raises:
+            Died: of one of them.
+        """
         for made in range(count):
             if not self._scheduler.has_work:
                 return made
-            self.step()
+            try:
+                self.step()
+            except Exception as exc:
+                raise Died from exc
         return count
 
     def end_all(self) -> None:

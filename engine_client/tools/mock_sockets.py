@@ -29,8 +29,11 @@ STOP = b"stop"
 Socket = zmq.Socket[bytes]
 
 
-class Ended(Exception):
-    """The engine ends with ``code``, after ``linger_ms`` for what it has sent."""
+class Ended(BaseException):
+    """The engine ends with ``code``, after ``linger_ms`` for what it has sent.
+
+    No plain exception: it may come in the middle of a call, whose errors are only reported.
+    """
 
     def __init__(self, code: int, linger_ms: int = 0) -> None:
         super().__init__(code)

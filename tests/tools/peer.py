@@ -119,8 +119,9 @@ class Peer:
 
     def add(
         self,
-        request_id: str,
+        name: str,
         prompt: list[int] | None,
+        /,
         *,
         options: dict[str, Any] | None = None,
         index: int = 0,
@@ -128,7 +129,7 @@ class Peer:
     ) -> list[Any]:
         """Send a request with sampling ``options``; ``fields`` replace others of its positions."""
         positions = {
-            "request_id": request_id,
+            "request_id": name,
             "prompt_token_ids": prompt,
             "mm_features": None,
             "sampling_params": options or {},
