@@ -92,10 +92,11 @@ def html_table(
     """
     parts = ["<table>"]
     if caption:
-        text = html.escape(one_line(caption, CELL_LIMIT))
-        parts.append(
-            f'<caption style="caption-side:top;white-space:nowrap;{_LEFT}">{text}</caption>'
-        )
+        text = one_line(caption, CELL_LIMIT)
+        # A usual one is as long as a narrow table is wide, or longer.
+        wrap = "white-space:nowrap" if len(text) <= 2 * WRAP_LIMIT else "overflow-wrap:anywhere"
+        style = f"{_LEFT};caption-side:top;{wrap}"
+        parts.append(f'<caption style="{style}">{html.escape(text)}</caption>')
     parts.append(f"<thead>{_html_row('th', header)}</thead><tbody>")
     parts += (_html_row("td", row, strong=n in strong) for n, row in enumerate(rows))
     parts.append("</tbody></table>")

@@ -8,7 +8,7 @@ import time
 from tests.helpers.limits import scaled
 from tests.helpers.scripts import ROOT, run_script
 
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9]*"))
 
 
 def test_quickstart() -> None:
@@ -72,7 +72,10 @@ def test_asyncio() -> None:
 
 def test_every_example_is_listed_in_order_and_tested_here() -> None:
     """The list of the examples has each one, in the order of their numbers."""
-    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "examples/README.md").read_text(), re.M)
-    assert listed == EXAMPLES
+    text = (ROOT / "examples/README.md").read_text()
+    assert re.findall(r"^\| \[([\w.]+)\]\(\1\)", text, re.MULTILINE) == EXAMPLES
     tested = (ROOT / "tests/test_examples.py").read_text()
-    assert [name for name in EXAMPLES if f'run_script("examples/{name}")' not in tested] == []
+    programs = [name for name in EXAMPLES if name.endswith(".py")]
+    assert [name for name in programs if f'run_script("examples/{name}")' not in tested] == []
+    # The notebook is executed by test_notebook.py.
+    assert set(EXAMPLES) - set(programs) == {"03_notebook.ipynb"}
