@@ -60,8 +60,9 @@ class _Item:
     def completion(self) -> Completion:
         text = None
         if self.transcript is not None:
-            # What was held back when it ended with an error.
-            text = "".join([*self.text, self.transcript.flush()])
+            text = "".join(self.text)
+            if self.last is None or self.last.finish_reason is None:
+                text += self.transcript.flush()  # held back, and then came an error
         return Completion(
             request_id=self.request.request_id,
             token_ids=self.tokens,

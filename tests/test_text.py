@@ -547,6 +547,9 @@ def test_generate_takes_strings_and_token_lists() -> None:
             ("\u20ac", None),
         ]
         assert results[0].token_ids == list(b"one STOP")
+        pieces = PieceTokenizer([b"a", b"STOP\xe2", b"b"])
+        params = SamplingParams(stop="STOP", trace_decode_token_ids=[0, 1, 2], max_tokens=3)
+        assert client.generate([[0]], params, tokenizer=pieces)[0].text == "a"
         assert client.generate([[1]], says("a"))[0].text is None
 
 
