@@ -8,14 +8,18 @@ Sizes of queues are unlimited, so nothing is dropped; a ROUTER says when a peer 
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
 import shutil
 import socket
+import stat
 import struct
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import zmq
@@ -31,6 +35,8 @@ AUTO_HEARTBEAT = 10.0
 """Seconds between heartbeats to other machines; loopback and ipc connections need none, because the
 kernel reports a dead peer."""
 _BACKLOG = 1024
+_UNBIND_LIMIT = 1000
+"""Milliseconds that the I/O thread may take to stop listening."""
 _KINDS = {
     "handshake": zmq.ROUTER,
     "input": zmq.ROUTER,
@@ -53,16 +59,28 @@ class Transport:
     monitors: dict[str, zmq.Socket[bytes]] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)
     """Per socket, what engines connect to."""
+    endpoints: dict[str, str] = field(default_factory=dict)
+    """Per socket, what is bound."""
     directory: str | None = None
     """A private directory for ipc files."""
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    """The ipc files elsewhere, as they were when they were bound."""
 
     def close(self, linger: float) -> None:
         """Close everything; waits at most ``linger`` seconds for what is still to be sent."""
         milliseconds = min(int(linger * 1e3), 2**31 - 1)
+        # Before nobody listens there any more: then no other program can have taken a path over.
+        for path, bound in self.files.items():
+            with suppress(OSError):
+                if os.path.samestat(os.lstat(path), bound):
+                    os.unlink(path)
         for name, sock in self.sockets.items():
             if name in self.monitors:
                 with suppress(zmq.ZMQError):  # refused once the context was terminated
                     sock.disable_monitor()
+            if name in self.endpoints and not self.owns_context:
+                with suppress(zmq.ZMQError):
+                    _stop_listening(sock, self.endpoints[name])
             with suppress(zmq.ZMQError):
                 sock.close(linger=milliseconds if name == "input" else 0)
         for monitor in self.monitors.values():
@@ -126,11 +144,36 @@ def open_transport(
                     MONITORED, f"inproc://engine-client-{name}-{id(transport):x}"
                 )
             _bind(sock, name, address)
-            transport.addresses[name] = _advertised(sock, advertised_host)
+            endpoint = _endpoint(sock)
+            transport.endpoints[name] = endpoint
+            if endpoint.startswith("ipc://"):
+                path = endpoint.removeprefix("ipc://")
+                with suppress(OSError):  # an abstract address has no file
+                    transport.files[path] = os.lstat(path)
+            if advertised_host is None and endpoint.startswith("tcp://"):
+                # Spelled in some way that only the system understood.
+                _refuse_wildcard(name, address, endpoint)
+            transport.addresses[name] = _advertised(endpoint, advertised_host)
     except BaseException:
         transport.close(0)
         raise
     return transport
+
+
+def _stop_listening(sock: zmq.Socket[bytes], endpoint: str) -> None:
+    """Unbind, and return when the address is free.
+
+    Ending a context waits for that; in a context that lives on, the next client would find its
+    address in use.
+    """
+    sock.disable_monitor()
+    monitor = sock.get_monitor_socket(zmq.EVENT_CLOSED)
+    try:
+        sock.unbind(endpoint)
+        monitor.poll(_UNBIND_LIMIT)
+    finally:
+        sock.disable_monitor()
+        monitor.close(linger=0)
 
 
 def subscribe(transport: Transport, address: str) -> zmq.Socket[bytes]:
@@ -177,17 +220,18 @@ def _check_address(name: str, address: object, advertised_host: str | None) -> N
     if scheme == "ipc":
         return
     host, colon, port = rest.rpartition(":")
-    if not colon or not host or not (port == "*" or (port.isdigit() and int(port) < 65_536)):
+    if (
+        not colon
+        or not host
+        or not (port == "*" or (port.isascii() and port.isdigit() and int(port) < 65_536))
+    ):
         raise ValueError(
             f"the {name} address must have a host and a port, like 'tcp://127.0.0.1:5570', "
             f"not {address!r}"
         )
     if _is_wildcard(host):
         if advertised_host is None:
-            raise ValueError(
-                f"the {name} address {address!r} listens on every network interface, and engines "
-                f"cannot connect to a wildcard: give advertised_host, or better, bind one host"
-            )
+            _refuse_wildcard(name, address, address)
         warnings.warn(
             f"{address} listens on every network interface; whoever reaches it controls the "
             f"engines, since the protocol has no authentication",
@@ -196,7 +240,27 @@ def _check_address(name: str, address: object, advertised_host: str | None) -> N
 
 
 def _is_wildcard(host: str) -> bool:
-    return host in ("*", "0.0.0.0", "[::]", "::")
+    if host == "*":
+        return True
+    try:
+        ip = ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return False
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return ip.is_unspecified or (mapped is not None and mapped.is_unspecified)
+
+
+def _refuse_wildcard(name: str, address: str, endpoint: str) -> None:
+    """Refuse what is bound where it is every interface.
+
+    Raises:
+        ValueError: it is.
+    """
+    if _is_wildcard(endpoint.removeprefix("tcp://").rpartition(":")[0]):
+        raise ValueError(
+            f"the {name} address {address!r} listens on every network interface, and engines "
+            f"cannot connect to a wildcard: give advertised_host, or better, bind one host"
+        )
 
 
 def _is_local(address: str) -> bool:
@@ -247,9 +311,13 @@ def _configure(
 
 def _bind(sock: zmq.Socket[bytes], name: str, address: str) -> None:
     path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
-    if path is not None and _is_served(path):
-        # libzmq would take the path over, and the other program would go deaf without a word.
-        raise _bind_error(name, address, errno.EADDRINUSE)
+    if path is not None:
+        # libzmq would take the path over: another program would go deaf without a word, and a
+        # file that is no socket would be deleted.
+        if _is_served(path):
+            raise _bind_error(name, address, errno.EADDRINUSE)
+        if _is_other_file(path):
+            raise _bind_error(name, address, errno.EEXIST)
     try:
         sock.bind(address)
     except zmq.ZMQError as exc:
@@ -266,6 +334,7 @@ _BIND_ADVICE = {
     errno.EADDRNOTAVAIL: _NOT_OURS,
     errno.ENODEV: _NOT_OURS,
     errno.ENOENT: "make the directory first",
+    errno.EEXIST: "a file that is no socket has that path, and would be deleted",
     errno.EACCES: "choose a place where you may listen (a port from 1024 up, a directory of yours)",
     errno.ENAMETOOLONG: "the path of an ipc address can have about 100 characters",
 }
@@ -295,15 +364,27 @@ def _is_served(path: str) -> bool:
         return True
 
 
-def _advertised(sock: zmq.Socket[bytes], advertised_host: str | None) -> str:
+def _is_other_file(path: str) -> bool:
+    """Whether a path is there and is no socket."""
+    try:
+        mode = Path(path).lstat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISSOCK(mode)
+
+
+def _endpoint(sock: zmq.Socket[bytes]) -> str:
     endpoint = sock.getsockopt(zmq.LAST_ENDPOINT)
-    address = endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else str(endpoint)
-    if advertised_host is not None and address.startswith("tcp://"):
+    return endpoint.rstrip(b"\0").decode() if isinstance(endpoint, bytes) else str(endpoint)
+
+
+def _advertised(endpoint: str, advertised_host: str | None) -> str:
+    if advertised_host is not None and endpoint.startswith("tcp://"):
         host = advertised_host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        address = f"tcp://{host}:{address.rpartition(':')[2]}"
-    return address
+        endpoint = f"tcp://{host}:{endpoint.rpartition(':')[2]}"
+    return endpoint
 
 
 def read_monitor(monitor: zmq.Socket[bytes]) -> Iterator[tuple[int, int]]:
