@@ -210,7 +210,7 @@ def test_endless_arguments_are_refused_at_once() -> None:
     for value in (nested(20_000), myself, mapping):
         with pytest.raises(EncodeError, match="nests deeper than 100 levels, or holds itself"):
             plain(value)
-    assert time.thread_time() - start < scaled(0.1)
+    assert time.thread_time() - start < scaled(1)  # without a limit: for ever
 
 
 @given(plain_values)
