@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, final
 
 from engine_client.tools.mock_lora import read_adapter
@@ -69,7 +70,6 @@ class EngineModel:
         self.options = EngineOptions.from_plain(options)
         self.ready = default_ready(index)
         """What it registers with; changes change what it can do."""
-        self.workers = tuple(WorkerModel(worker, self.ready, self.options) for worker in range(2))
         self.weight_version = "default"
         self.scheduler = Scheduler(
             self.ready, self.options, lambda adapter: self._on_workers("add_lora", adapter)
@@ -80,13 +80,22 @@ class EngineModel:
         """Ends every request and tells the clients; set by the engine."""
         self._reconfiguring = False
 
+    @cached_property
+    def workers(self) -> tuple[WorkerModel, ...]:
+        """As many as it registers with, at the first use."""
+        return tuple(
+            WorkerModel(index, self.ready, self.options)
+            for index in range(self.ready["world_size"])
+        )
+
     @property
     def methods(self) -> dict[str, Method]:
         """The utility methods by name."""
-        names = {name for name in dir(type(self)) if not name.startswith("_")} - {"methods"}
+        names = {name for name in dir(type(self)) if not name.startswith("_")}
+        names -= {"methods", "workers", "lockstep"}
         if not self.lockstep:
             names -= _LOCKSTEP_ONLY
-        found = ((name, getattr(self, name)) for name in names - {"lockstep"})
+        found = ((name, getattr(self, name)) for name in names)
         return {name: method for name, method in found if callable(method)}
 
     @property

@@ -94,6 +94,8 @@ class LiveRequest:
     adapter: Adapter | None = None
     cache_salt: str | None = None
     abort_immediately: bool = False
+    trace_headers: dict[str, str] | None = None
+    """Come back with every output."""
     tokens: list[int] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     prefill: dict[str, int] | None = None
@@ -113,6 +115,8 @@ class LiveRequest:
         number = token_at(self.state, position)
         if position < len(sampling.trace):
             token = sampling.trace[position]
+        elif sampling.certain_token_id is not None:
+            token = sampling.certain_token_id
         elif sampling.allowed_token_ids is not None:
             token = sampling.allowed_token_ids[number % len(sampling.allowed_token_ids)]
         else:
@@ -154,6 +158,7 @@ def read_request(value: Any, frames: Sequence[bytes] = ()) -> LiveRequest:
         _adapter(lora),
         fields["cache_salt"],
         fields["abort_immediately"],
+        fields["trace_headers"],
     )
     reason = _unusable(request, fields["prompt_token_ids"] is None and embeds is None)
     if reason:

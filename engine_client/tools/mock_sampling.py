@@ -15,6 +15,8 @@ from engine_client.errors import ProtocolError
 __all__ = ["Pooling", "Repetition", "Sampling", "read_pooling", "read_sampling"]
 
 GREEDY_BELOW = 1e-5
+CERTAIN_FROM = 100.0
+"""The greatest bias of a token: only this token is generated."""
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _BACKENDS = ("xgrammar", "guidance", "outlines", "lm-format-enforcer")
 
@@ -156,6 +158,8 @@ class Sampling:
     logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] | None = None
+    certain_token_id: int | None = None
+    """A token with a bias that leaves no other a chance."""
     trace: tuple[int, ...] = ()
     """Tokens to generate instead of its own."""
     repetition: Repetition | None = None
@@ -201,11 +205,17 @@ def read_sampling(fields: Mapping[Any, Any]) -> Sampling:
         logprob_token_ids=None if wanted is None else tuple(wanted),
         prompt_logprobs=get("prompt_logprobs"),
         allowed_token_ids=tuple(get("allowed_token_ids") or ()) or None,
+        certain_token_id=_certain(get("logit_bias") or {}),
         trace=tuple(get("trace_decode_token_ids") or ()),
         repetition=_read_repetition(get("repetition_detection")),
         skip_prefix_cache=get("prompt_logprobs") is not None if skip is None else skip,
         grammar_backend="" if grammar is None else grammar.get("_backend"),
     )
+
+
+def _certain(bias: Mapping[int, float]) -> int | None:
+    token = max(bias, key=bias.__getitem__, default=None)
+    return token if token is not None and bias[token] >= CERTAIN_FROM else None
 
 
 def _read_repetition(fields: Mapping[Any, Any] | None) -> Repetition | None:

@@ -265,6 +265,7 @@ class Scheduler:
                 output[3] = prompt_logprob_tensors(request, vocab_size, arrays)
         if request.events:
             output[7], request.events = request.events, []
+        output[10] = request.trace_headers
         if first:
             output[11] = request.prefill
         return output, output[5] is not None

@@ -5,7 +5,8 @@ The token at a position depends on the prompt, the seed, the adapter and the pos
     engine.call(EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=4)))    # gives
     generate_tokens([1, 2, 3], 4)
 
-Temperature and all the other ways to shape a distribution change nothing.
+Temperature and other ways to shape a distribution change nothing.  A test forces tokens by a
+``logit_bias`` of 100 or more, by ``allowed_token_ids`` or by ``trace_decode_token_ids``.
 """
 
 from __future__ import annotations

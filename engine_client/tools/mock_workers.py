@@ -213,7 +213,8 @@ def call_workers(
 ) -> list[Any]:
     """Call a method on every worker.
 
-    All of them execute it before the first failure is reported, as vLLM's worker processes do.
+    All of them execute it before the first failure is reported, as vLLM's worker processes do.  An
+    engine with one worker runs it in its own process, and reports the failure as it is.
 
     Args:
         workers: the workers.
@@ -227,9 +228,11 @@ def call_workers(
         try:
             if failing is not None and failing[0] == worker.index:
                 raise RuntimeError(failing[1])
-            results.append(_method(worker, method)(*args, **(kwargs or {})))
+            results.append(_method(worker, method, len(workers))(*args, **(kwargs or {})))
         except Exception as exc:
             failure = failure or exc
+    if failure is not None and len(workers) == 1:
+        raise failure
     if failure is not None:
         raise RuntimeError(
             f"Worker failed with error '{failure}', please check the stack trace above for the "
@@ -238,8 +241,10 @@ def call_workers(
     return results
 
 
-def _method(worker: WorkerModel, name: str) -> Any:
+def _method(worker: WorkerModel, name: str, count: int) -> Any:
     found = None if name.startswith("_") else getattr(worker, name, None)
     if not callable(found):
+        if count == 1:
+            raise NotImplementedError(f"Method '{name}' is not implemented.")
         raise AttributeError(f"'Worker' object has no attribute '{name}'")
     return found

@@ -223,6 +223,21 @@ def test_forced_tokens_and_repetition(peer: Peer, start: StartEngine) -> None:
     assert told.finish == LENGTH
 
 
+def test_certain_token(peer: Peer, start: StartEngine) -> None:
+    """A token with a bias of 100 is the only one; with less it is one of many."""
+    start()
+    assert run_one(peer, [1], max_tokens=3, logit_bias={7: 100.0, 8: 2.0}).tokens == [7] * 3
+    assert run_one(peer, [1], logit_bias={7: 99}).tokens == generate_tokens([1], 16)
+
+
+def test_trace_headers(peer: Peer, start: StartEngine) -> None:
+    """They come back with every output."""
+    start()
+    peer.add("r", [1], options={"max_tokens": 2}, trace_headers={"traceparent": "00-1"})
+    outputs = run(peer, "r")["r"].outputs
+    assert [output[10] for output in outputs] == [{"traceparent": "00-1"}] * 2
+
+
 def test_allowed_tokens(peer: Peer, start: StartEngine) -> None:
     """Only allowed tokens are generated."""
     start()
