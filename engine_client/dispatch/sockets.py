@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import itertools
 import os
 import shutil
 import socket
@@ -140,9 +141,7 @@ def open_transport(
             _configure(sock, address, heartbeat_interval)
             if name in ("input", "output"):
                 # Before the bind, so that no connection is missed.
-                transport.monitors[name] = sock.get_monitor_socket(
-                    MONITORED, f"inproc://engine-client-{name}-{id(transport):x}"
-                )
+                transport.monitors[name] = _monitor(sock, MONITORED)
             _bind(sock, name, address)
             endpoint = _endpoint(sock)
             transport.endpoints[name] = endpoint
@@ -160,6 +159,14 @@ def open_transport(
     return transport
 
 
+_monitor_numbers = itertools.count()
+
+
+def _monitor(sock: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    # A number of its own: a name, unlike a socket, is free only some time after it was closed.
+    return sock.get_monitor_socket(events, f"inproc://engine-client-{next(_monitor_numbers)}")
+
+
 def _stop_listening(sock: zmq.Socket[bytes], endpoint: str) -> None:
     """Unbind, and return when the address is free.
 
@@ -167,7 +174,7 @@ def _stop_listening(sock: zmq.Socket[bytes], endpoint: str) -> None:
     address in use.
     """
     sock.disable_monitor()
-    monitor = sock.get_monitor_socket(zmq.EVENT_CLOSED)
+    monitor = _monitor(sock, zmq.EVENT_CLOSED)
     try:
         sock.unbind(endpoint)
         monitor.poll(_UNBIND_LIMIT)
@@ -196,9 +203,7 @@ def subscribe(transport: Transport, address: str) -> zmq.Socket[bytes]:
             f"cannot connect to the coordinator at {address}: {exc}", stage="coordinator"
         ) from exc
     transport.sockets["coordinator"] = sock
-    transport.monitors["coordinator"] = sock.get_monitor_socket(
-        zmq.EVENT_DISCONNECTED, f"inproc://engine-client-coordinator-{id(transport):x}"
-    )
+    transport.monitors["coordinator"] = _monitor(sock, zmq.EVENT_DISCONNECTED)
     return sock
 
 
