@@ -12,9 +12,9 @@ __all__ = ["EngineOptions", "default_ready"]
 def default_ready(index: int) -> dict[str, Any]:
     """Return the 25 keys that a vLLM 0.32 engine registers with, in its order.
 
-    The engine is what it registers as: what it can do follows from ``supports_lora``, ``max_loras``,
-    ``max_model_len``, ``max_num_seqs``, ``num_gpu_blocks``, ``block_size``, ``world_size`` (how many
-    workers), ``data_parallel_size``, ``weight_transfer_backend`` and
+    The engine is what it registers as: what it can do follows from ``supports_lora``,
+    ``max_loras``, ``max_model_len``, ``max_num_seqs``, ``num_gpu_blocks``, ``block_size``,
+    ``world_size`` (how many workers), ``data_parallel_size``, ``weight_transfer_backend`` and
     ``supports_draft_weight_updates``.
     """
     return {
