@@ -257,7 +257,7 @@ class Detokenizer:
         # tokens before the mark, the run is the incomplete character alone.
         self._window = self._window[self._mark :]
         text = self._text(self._window)
-        self._given = text[: len(self._given) - self._mark_given]
+        self._given = _common_beginning(text, self._given[self._mark_given :])
         self._mark = self._mark_given = 0
         return text
 
@@ -288,6 +288,13 @@ class Detokenizer:
         self._shorten_at = WINDOW
         self._mark = max(0, self._mark - start)
         self._mark_given = max(0, len(self._given) - ahead) if self._mark else 0
+
+
+def _common_beginning(one: str, other: str) -> str:
+    for place, (char, wanted) in enumerate(zip(one, other, strict=False)):
+        if char != wanted:
+            return one[:place]
+    return one[: len(other)]
 
 
 def _replacements(text: str) -> int:

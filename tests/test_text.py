@@ -90,6 +90,7 @@ class SpaceTokenizer:
 
     def __init__(self) -> None:
         self.words: list[str] = []
+        self.longest = 0
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = []
@@ -107,6 +108,7 @@ class SpaceTokenizer:
         return self.words.index(word)
 
     def decode(self, ids: list[int]) -> str:
+        self.longest = max(self.longest, len(ids))
         text, run = "", b""
         for word in [*(self.words[one] for one in ids), "\u2581"]:
             if len(word) == 4 and word[0] == "<":
@@ -166,9 +168,13 @@ def test_bytes_that_are_no_text_are_decoded_as_a_whole_would_be(
 
 
 @given(
-    st.lists(st.sampled_from(["a", "of", "\u20ac", "\U0001f600\u00e9", ""]), max_size=60),
+    st.lists(
+        st.sampled_from(["a", "of", "\u20ac", "\U0001f600" * 9, "\u00e9" + "\n" * 12, ""]),
+        max_size=60,
+    ),
     st.integers(0, 30),
 )
+@example(["\u00e9" + "\n" * 30] * 3, 0)
 def test_spaces_between_words_stay(words: list[str], known: int) -> None:
     """A decoder that drops a leading space, and one that decodes runs of bytes, lose nothing."""
     tokenizer = SpaceTokenizer()
@@ -204,6 +210,7 @@ def test_tokens_without_text_take_nothing_away() -> None:
     tokenizer.words.append("")
     ids[2:2] = [len(tokenizer.words) - 1] * 1000
     assert "".join(pushed(Detokenizer(tokenizer.decode), ids)) == "one two three"
+    assert tokenizer.longest <= 64
 
 
 def test_a_character_that_the_prompt_began_is_completed() -> None:
@@ -214,16 +221,25 @@ def test_a_character_that_the_prompt_began_is_completed() -> None:
     assert pushed(Detokenizer(tokenizer.decode, [0, 1]), [2]) == ["x", ""]
 
 
+def test_text_that_a_decoder_changes_afterwards_is_not_given_out_twice() -> None:
+    """What comes behind the change is given out all the same."""
+    tokenizer = PieceTokenizer([b"x", b"a \xe2", b"\x82\xac", b"b"])
+    pieces = pushed(
+        Detokenizer(lambda ids: tokenizer.decode(ids).replace(" \u20ac", "\u20ac")), range(4)
+    )
+    assert pieces == ["x", "a ", "\u20ac", "b", ""]
+
+
 def test_a_copy_goes_its_own_way() -> None:
     """What is pushed into a copy is not seen by the other."""
     tokenizer = ByteTokenizer()
-    params = SamplingParams(stop="\u20acx")
+    params = SamplingParams(stop="\u20ac\u20acx")
     one = Transcript(tokenizer.decode, params)
     ids = tokenizer.encode("a\u20ac", add_special_tokens=False)
     assert one.read(ids[:2], ended=False, stopped=False).text == "a"
     two = one.copy()
     assert two.read(ids[2:], ended=True, stopped=False).text == "\u20ac"
-    assert one.read([*ids[2:], ord("x")], ended=False, stopped=False) == ("", "\u20acx", 3)
+    assert one.read([*ids[2:], ord("x")], ended=False, stopped=False) == ("\u20acx", None, 3)
 
 
 # -- stop strings ----------------------------------------------------------------------------------
@@ -245,6 +261,10 @@ def first_stop(text: str, stop: Sequence[str], after: int) -> tuple[int, str] | 
     st.integers(0, 10),
     st.booleans(),
 )
+@example("aaab", ["aab"], [1, 2, 3], 0, False)
+@example("abaabab", ["abab"], [2, 5], 0, True)
+@example("aab", ["b", "ab"], [1], 0, False)
+@example("aab", ["ab", "b"], [1], 0, False)
 def test_stop_strings_are_found_for_every_split(
     text: str, stop: list[str], places: list[int], free: int, include: bool
 ) -> None:
@@ -411,6 +431,12 @@ def test_bad_words_are_banned_at_the_beginning_and_within() -> None:
     assert plain.bad_words_token_ids(["bad", " bad", "worse", "xy"]) == [
         [0], [1], [0], [1], [3], [4, 5],
     ]  # fmt: skip
+
+    class Stripping(WordTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return super().encode(text.strip())
+
+    assert PlainTokenizer(Stripping()).bad_words_token_ids(["bad"]) == [[0]]
     with pytest.raises(RequestRefusedError, match="'\u20ac' has no tokens"):
         plain.bad_words_token_ids(["\u20ac"])
 
@@ -497,11 +523,13 @@ def test_a_stop_string_ends_the_stream_and_aborts_once() -> None:
         assert stream.finish_reason is FinishReason.STOP
         with pytest.raises(StreamError, match="has ended"):
             stream.recv()
+        assert client.active_requests == 0
+        assert client.is_sleeping() is False
+        assert [one.type for one in engine.log].count("ABORT") == 1
         stream.abort()
         stream.close()
         del stream
         client.abort("a")
-        assert client.active_requests == 0
         assert client.is_sleeping() is False
         assert [one.type for one in engine.log].count("ABORT") == 1
         assert client.call_utility("mock_step", 9) in ([0], [1])
@@ -551,6 +579,23 @@ def test_generate_takes_strings_and_token_lists() -> None:
         params = SamplingParams(stop="STOP", trace_decode_token_ids=[0, 1, 2], max_tokens=3)
         assert client.generate([[0]], params, tokenizer=pieces)[0].text == "a"
         assert client.generate([[1]], says("a"))[0].text is None
+
+
+def test_generate_aborts_behind_a_stop_string_while_others_run() -> None:
+    """The engine need not go on with a prompt that is finished here."""
+    live: list[list[str]] = []
+
+    class Looking(ByteTokenizer):
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+            if ord("Z") in token_ids and not live:
+                live.append([one.name for one in client.pending()])
+            return super().decode(token_ids, skip_special_tokens)
+
+    with served(step_seconds=0.002) as (client, _):
+        params = [says("a STOP" + "." * 500, stop="STOP"), says("." * 20 + "Z")]
+        results = client.generate([[1], [1]], params, tokenizer=Looking())
+    assert [one.finish_reason for one in results] == [FinishReason.STOP, FinishReason.LENGTH]
+    assert results[0].request_id not in live[0]
 
 
 def test_n_samples_are_n_requests_with_seeds_of_their_own() -> None:
@@ -621,9 +666,14 @@ def test_a_tokenizer_that_fails_ends_its_request_only() -> None:
         assert isinstance(caught.value.__cause__, KeyError)
         assert list(stream) == []
         assert client.active_requests == 0
-        bad, good = client.generate([[1], [1]], [says("xc"), says("xy")], tokenizer=tokenizer)
+        trace = [ord("x"), 0xE2, 99]
+        bad, good = client.generate(
+            [[1], [1]],
+            [SamplingParams(trace_decode_token_ids=trace), says("xy")],
+            tokenizer=tokenizer,
+        )
         assert isinstance(bad.error, StreamError)
-        assert (bad.text, good.text) == ("x", "xy")
+        assert (bad.text, good.text) == ("x\ufffd", "xy")
 
 
 def test_an_interrupt_while_text_is_made_loses_nothing() -> None:
