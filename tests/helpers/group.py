@@ -7,12 +7,14 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from engine_client import EngineClient, connect
 from engine_client.tools.faults import FaultPlan, FaultRule
 from engine_client.tools.mock_engine import MockEngine
-from tests.helpers.limits import scaled
+from tests.helpers.limits import scaled, wait_until
+from tests.helpers.threads import run_in_thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +50,21 @@ def engine_group(
         ready: Keys of their registrations to replace.
         **settings: For ``connect()``.
     """
-    folder = tempfile.mkdtemp(prefix="ec-")
+    folder = Path(tempfile.mkdtemp(prefix="ec-"))
+    address = f"ipc://{folder}/h"
     plan = FaultPlan(faults)
     engines = [
-        MockEngine(
-            f"ipc://{folder}/h", index, codec=codec, faults=plan, options=options, ready=ready
-        )
+        MockEngine(address, index, codec=codec, faults=plan, options=options, ready=ready)
         for index, codec in enumerate(codecs)
     ]
+    settings = {"connect_timeout": scaled(30), "timeout": scaled(20), **settings}
     try:
+        connecting = run_in_thread(connect, address, engine_count=len(codecs), **settings)
+        # An engine that finds nothing bound tries again only 100 ms later.
+        wait_until(lambda: (folder / "h").exists() or connecting.done)
         for engine in engines:
             engine.start()
-        with connect(
-            f"ipc://{folder}/h",
-            engine_count=len(codecs),
-            **{"connect_timeout": scaled(30), "timeout": scaled(20), **settings},
-        ) as client:
+        with connecting.result(40) as client:
             yield Group(client, engines, plan)
     finally:
         for engine in engines:
