@@ -12,7 +12,6 @@ import atexit
 import itertools
 import logging
 import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -97,8 +96,8 @@ class Dispatcher:
         self.startup = Startup()
         # Unique across restarts of the client too: a late answer to a previous one's call never
         # matches.  Below 2**53, which every language's numbers hold.
-        self.call_ids: Iterator[int] = itertools.count(secrets.randbits(52) + 1)
-        self.request_numbers: Iterator[int] = itertools.count(secrets.randbits(32))
+        self.call_ids: Iterator[int] = itertools.count(_random_bits(52) + 1)
+        self.request_numbers: Iterator[int] = itertools.count(_random_bits(32))
         self.core = Core(
             config.engines,
             self.registry,
@@ -468,6 +467,11 @@ def _messages(sock: zmq.Socket[bytes], *, frames: int | None = None) -> Iterator
             return
         if frames is None or len(message) == frames:
             yield message
+
+
+def _random_bits(count: int) -> int:
+    """A random number of so many bits; the module secrets takes 5 ms to import."""
+    return int.from_bytes(os.urandom(8), "little") >> (64 - count)
 
 
 def _descriptor(frame: zmq.Frame) -> int:

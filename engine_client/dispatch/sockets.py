@@ -11,11 +11,9 @@ import errno
 import ipaddress
 import itertools
 import os
-import shutil
 import socket
 import stat
 import struct
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -92,6 +90,8 @@ class Transport:
             with suppress(zmq.ZMQError):
                 self.context.term()
         if self.directory is not None:
+            import shutil
+
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
@@ -286,6 +286,8 @@ def _address_like(handshake: str, name: str, transport: Transport) -> str:
 
 def _private_address(name: str, transport: Transport) -> str:
     if transport.directory is None:
+        import tempfile  # with what it needs for archives: more than every other client imports
+
         # mkdtemp makes it with mode 0700: only this user can reach the engines.
         transport.directory = tempfile.mkdtemp(prefix="engine-client-")
     return f"ipc://{transport.directory}/{name}"

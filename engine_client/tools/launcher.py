@@ -6,13 +6,12 @@ import json
 import os
 import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from engine_client.client import EngineClient
 from engine_client.config import ClientConfig, CodecName, Settings
@@ -20,6 +19,9 @@ from engine_client.dispatch.bootstrap import start
 from engine_client.dispatch.sockets import PRIVATE, open_transport
 from engine_client.wire.codec import codec_named
 from engine_client.wire.messages import Init
+
+if TYPE_CHECKING:
+    import subprocess
 
 __all__ = ["EngineExited", "EngineJob", "EngineStarted", "Supervisor", "launch"]
 
@@ -181,6 +183,8 @@ class Supervisor:
                 process.kill()  # on Linux, the engines go with it
                 break
             reports += self.read_reports()
+        import subprocess
+
         try:
             process.wait(max(KILL_MARGIN, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -193,6 +197,8 @@ class Supervisor:
         return reports
 
     def _launch(self) -> None:
+        import subprocess  # here, because most programs import this module and launch nothing
+
         ours, theirs = socket.socketpair()
         with theirs:
             try:

@@ -8,8 +8,8 @@ is every array or map used as a key.  What then still is no plain value is refus
 
 from __future__ import annotations
 
+import os
 import re
-import secrets
 import struct
 from typing import ClassVar, NoReturn
 
@@ -24,7 +24,7 @@ __all__ = ["CborCodec"]
 
 # cbor2 ignores bytes after the item.  A message is decoded as the first of two items in an array,
 # the second a text that no peer knows: it comes back whole only if the message used all its bytes.
-_TOKEN = secrets.token_hex(8)
+_TOKEN = os.urandom(8).hex()
 _TAIL = b"\x70" + _TOKEN.encode()
 
 _NON_FINITE = re.compile(rb"\xf9[\x7c\x7e\xfc]\x00")

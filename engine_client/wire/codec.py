@@ -92,15 +92,15 @@ def _widths(first: int, count: int) -> bytes:
     )
 
 
-_PREFIXES: Final[dict[str, re.Pattern[bytes]]] = {
-    "msgpack": re.compile(
+_PREFIXES: Final = {  # compiled when first needed, which is rare: that takes as long as an import
+    "msgpack": (
         rb"(?:[\x95-\x9f]|\xdc[\x00-\xff]{2}|\xdd[\x00-\xff]{4})"
         rb"(\xc0|[\x00-\x7f]|" + _widths(0xCC, 4) + rb")"
         rb"\x90\xc0(?:\xca[\x00-\xff]{4}|\xcb[\x00-\xff]{8}|[\x00-\x7f]|" + _widths(0xCC, 4) + rb")"
         rb"(?:[\x91-\x9f]|\xdc[\x00-\xff]{2}|\xdd[\x00-\xff]{4})"
         rb"([\x00-\x7f\xe0-\xff]|" + _widths(0xCC, 4) + rb"|" + _widths(0xD0, 4) + rb")"
     ),
-    "cbor": re.compile(
+    "cbor": (
         rb"(?:[\x85-\x97\x9f]|" + _widths(0x98, 4) + rb")"
         rb"(\xf6|[\x00-\x17]|" + _widths(0x18, 4) + rb")"
         rb"(?:\x80|\x9f\xff)\xf6(?:[\x00-\x17]|\xf9[\x00-\xff]{2}|\xfa[\x00-\xff]{4}"
@@ -120,7 +120,7 @@ def peek_reply(frame: bytes | memoryview, dialect: Dialect) -> tuple[int | None,
         The engine index (None where the message holds nil) and the call id; None when the frame
         does not begin like an engine's utility reply.
     """
-    match = _PREFIXES[dialect].match(frame)
+    match = re.match(_PREFIXES[dialect], frame)
     if match is None:
         return None
     codec = codec_named(dialect)
