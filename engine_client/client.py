@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack
 
 import zmq
 
+from engine_client import _render
 from engine_client.compensation import check_undo, raise_undone, undo
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
@@ -410,9 +411,12 @@ class EngineClient(UtilityMethods):
         return f"<EngineClient open: {alive} of {len(records)} engines alive{live}>"
 
     def _repr_html_(self) -> str:
-        # A fork's child must not take the lock that the engines are read under.
-        engines = () if self._dispatcher.is_foreign() else self.engines
-        return engines_html(engines, caption=repr(self)[1:-1])
+        text = repr(self)[1:-1]
+        # What is known of the engines is history after the end, and is read under a lock, which a
+        # fork's child must not take.
+        if self._dispatcher.registry.ended or self._dispatcher.is_foreign():
+            return _render.html_table(("client",), [(text,)])
+        return engines_html(self.engines, caption=text)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def test_a_client_in_a_notebook() -> None:
             # A notebook shows a client in a fork's child too, where its locks must not be taken.
             os._exit(0 if "EngineClient" in client._repr_html_() else 1)
         assert os.waitpid(child, 0)[1] == 0
-    assert page(client).cells[0] == "EngineClient closed"
+    assert page(client).cells == ["client", "EngineClient closed"]
 
 
 def test_a_large_group_is_shown_at_once() -> None:
