@@ -103,4 +103,8 @@ def rig(
         ]
         settings.setdefault("connect_timeout", scaled(30))
         client = stack.enter_context(connect(where, engine_count=len(codecs), **settings))
-        yield Rig(client, engines)
+        made = Rig(client, engines)
+        # An answer of each: only then is its last connection surely there, and no later test sees
+        # a descriptor appear.
+        made.control("mock_log")
+        yield made

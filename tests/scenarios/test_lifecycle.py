@@ -192,7 +192,7 @@ def test_what_was_sent_before_close_arrives() -> None:
     """Closing right after a call that was not waited for still delivers it."""
     with rig(("cbor",)) as one:
         outcomes = one.client.settle_utility("echo", b"x" * 5_000_000, timeout=0)
-        wait_until(lambda: one.client.stats.calls == 1)
+        wait_until(lambda: one.client.stats.calls == 2)
         one.client.close()
         assert outcomes.unsettled == (0,)
         wait_until(lambda: len(one.engines[0].log) == 1, what="the call at the engine")
@@ -429,7 +429,7 @@ LAUNCHED = """
 import os, signal, sys, threading
 from engine_client import launch
 
-client = launch(2, connect_timeout=30)
+client = launch(1, connect_timeout=30)
 print(*[one["pid"] for one in client.call_utility("whoami")], flush=True)
 """
 
