@@ -51,6 +51,13 @@ class LoraRequest:
                 raise TypeError(f"{name} must be a string, not {value!r}")
             if not value:
                 raise RequestRefusedError(f"{name} is empty")
+        if not isinstance(self.base_model_name, (str, type(None))):
+            raise TypeError(
+                f"base_model_name must be a string or None, not {self.base_model_name!r}"
+            )
+        for name in ("load_inplace", "is_3d_lora_weight"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
 
     def to_plain(self) -> list[Any]:
         """The six positions of a vLLM 0.32 LoRA record."""

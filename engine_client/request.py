@@ -9,10 +9,21 @@ from typing import Any
 
 from engine_client.errors import RequestRefusedError
 from engine_client.lora import LoraRequest
-from engine_client.sampling import PoolingParams, SamplingParams, check_int, check_token_ids
+from engine_client.sampling import (
+    PoolingParams,
+    SamplingParams,
+    check_float,
+    check_int,
+    check_map,
+    check_token_ids,
+)
 from engine_client.tensors import Tensor, lift_tensors
 
 __all__ = ["EngineRequest"]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,37 @@ class EngineRequest:
         for name in ("abort_immediately", "allow_unloaded_lora"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.arrival_time is not None:
+            check_float("arrival_time", self.arrival_time, lambda v: True, "a finite number")
+        for name in ("trace_headers", "reasoning_parser_kwargs", "kv_hints"):
+            check_map(name, getattr(self, name))
+        headers = self.trace_headers or {}
+        if not all(isinstance(text, str) for text in (*headers, *headers.values())):
+            raise TypeError(f"trace_headers must map strings to strings, not {headers!r}")
+        kinds = self.prompt_is_token_ids
+        if kinds is not None and not (
+            _is_list(kinds) and all(isinstance(one, bool) for one in kinds)
+        ):
+            raise TypeError(f"prompt_is_token_ids must be a sequence of True and False: {kinds!r}")
+        if self.mm_features is not None:
+            self._check_features(self.mm_features)
+
+    @staticmethod
+    def _check_features(features: Any) -> None:
+        if not _is_list(features):
+            raise TypeError(f"mm_features must be a sequence of mappings, not {features!r}")
+        for number, feature in enumerate(features):
+            name = f"mm_features[{number}]"
+            if not isinstance(feature, Mapping):
+                raise TypeError(f"{name} must be a mapping, not {feature!r}")
+            for key in ("modality", "identifier"):
+                if not isinstance(feature.get(key), str):
+                    raise TypeError(f"{name}[{key!r}] must be a string: {feature.get(key)!r}")
+            place = feature.get("mm_position")
+            if not isinstance(place, Mapping):
+                raise TypeError(f"{name}['mm_position'] must be a mapping: {place!r}")
+            for key in ("offset", "length"):
+                check_int(f"{name}['mm_position'][{key!r}]", place.get(key), 0)
 
     def check_tokens_only(self) -> None:
         """Refuse what an engine cannot do for itself: it knows tokens, and one sequence each.

@@ -77,6 +77,12 @@ def check_token_ids(name: str, value: object, *, optional: bool = True) -> None:
         _refuse(name, "token ids from 0", min(value) if min(value) < 0 else max(value))
 
 
+def check_map(name: str, value: object) -> None:
+    """Refuse what is neither a mapping nor None."""
+    if value is not None and not isinstance(value, Mapping):
+        _refuse(name, "a mapping", value)
+
+
 def _check_bool(name: str, value: object, *, optional: bool = False) -> None:
     if not (isinstance(value, bool) or (optional and value is None)):
         _refuse(name, "True or False", value)
@@ -178,8 +184,9 @@ class SamplingParams:
             )
         for name in ("logprobs", "prompt_logprobs", "thinking_token_budget"):
             check_int(name, getattr(self, name), -1, optional=True)
-        for name in ("prompt_logprob_start", "stream_interval", "eos_token_id"):
+        for name in ("prompt_logprob_start", "eos_token_id"):
             check_int(name, getattr(self, name), 0, optional=True)
+        check_int("stream_interval", self.stream_interval, 1, optional=True)
         for name in ("output_text_buffer_length", "routed_experts_prompt_start"):
             check_int(name, getattr(self, name), 0)
         if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
@@ -218,10 +225,11 @@ class SamplingParams:
             check_token_ids(f"bad_words_token_ids[{index}]", word, optional=False)
             if len(word) == 0:
                 raise RequestRefusedError(f"bad_words_token_ids[{index}] is empty")
+        tokens: Any = self.prompt_logprob_token_ids
+        if not isinstance(tokens, (Tensor, type(None))):
+            _refuse("prompt_logprob_token_ids", "a Tensor", tokens)
         for name in ("structured_outputs", "extra_args", "repetition_detection", "logit_bias"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Mapping):
-                _refuse(name, "a mapping", value)
+            check_map(name, getattr(self, name))
         for token, bias in (self.logit_bias or {}).items():
             check_int("a token of logit_bias", token, 0)
             check_float("a bias of logit_bias", bias, lambda v: True, "a finite number")
@@ -237,8 +245,43 @@ class SamplingParams:
                     "structured_outputs must name the engines' backend in '_backend' "
                     "('xgrammar', 'guidance', ...): an engine does not choose one itself"
                 )
-        for key, size in (self.repetition_detection or {}).items():
+            self._check_constraint(self.structured_outputs)
+        if self.repetition_detection is not None:
+            self._check_repetition(self.repetition_detection)
+
+    @staticmethod
+    def _check_constraint(constraint: Mapping[str, Any]) -> None:
+        for key, kind, wanted in (
+            ("json", (str, Mapping), "a string or a mapping"),
+            ("regex", str, "a string"),
+            ("grammar", str, "a string"),
+            ("structural_tag", str, "a string"),
+            ("json_object", bool, "True or False"),
+            ("_backend", str, "a string"),
+        ):
+            value = constraint.get(key)
+            if value is not None and not isinstance(value, kind):
+                _refuse(f"structured_outputs[{key!r}]", wanted, value)
+        choice = constraint.get("choice")
+        if choice is not None:
+            good = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes))
+            if not good or not all(isinstance(item, str) for item in choice):
+                _refuse("structured_outputs['choice']", "a sequence of strings", choice)
+
+    @staticmethod
+    def _check_repetition(detection: Mapping[str, int]) -> None:
+        for key, size in detection.items():
             check_int(f"repetition_detection[{key!r}]", size, 0)
+        longest, shortest = (detection.get(f"{m}_pattern_size", 0) for m in ("max", "min"))
+        if shortest > longest:
+            raise RequestRefusedError(
+                f"repetition_detection: min_pattern_size ({shortest}) is more than "
+                f"max_pattern_size ({longest})"
+            )
+        if longest > 0 and detection.get("min_count", 0) < 2:
+            raise RequestRefusedError(
+                "repetition_detection: min_count must be 2 or more: once is no repetition"
+            )
 
     def to_plain(self) -> dict[str, Any]:
         """The wire's map: what differs from the defaults, and the two keys for stopping.
@@ -297,6 +340,18 @@ class PoolingParams:
         for name in ("use_activation", "skip_reading_prefix_cache"):
             _check_bool(name, getattr(self, name), optional=True)
         _check_bool("requires_token_ids", self.requires_token_ids)
+        check_map("extra_kwargs", self.extra_kwargs)
+        late: Any = self.late_interaction_params
+        if late is not None:
+            wanted = "mode and query key (strings), and how often it is used (an integer or None)"
+            if (
+                not isinstance(late, Sequence)
+                or isinstance(late, (str, bytes))
+                or len(late) not in (2, 3)
+                or not all(isinstance(item, str) for item in late[:2])
+            ):
+                _refuse("late_interaction_params", wanted, late)
+            check_int("late_interaction_params[2]", (*late, None)[2], optional=True)
         if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
             _refuse("output_kind", "0, 1 or 2", self.output_kind)
 
