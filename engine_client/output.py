@@ -27,6 +27,14 @@ class FinishReason(IntEnum):
     REPETITION = 4
     """It repeated itself (``repetition_detection``)."""
 
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        if spec[-1:] in _NUMBER_FORMATS:
+            return int.__format__(self, spec)
+        return format(self.name, spec)
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -79,6 +87,8 @@ _KINDS: dict[int, tuple[type, ...]] = {
     16: (dict,),
 }
 _LENGTH = 18
+_NUMBER_FORMATS = tuple("bcdoxXneEfFgG%")
+"""What a format ends with that means a number."""
 
 
 def output_fault(record: Any) -> str | None:
@@ -160,7 +170,7 @@ class EngineOutput:
         self.text = None
         self._record = record
         self._typed = None
-        if record[2:5] != _NOTHING or any(record[6:_LENGTH]):
+        if record[2:5] != _NOTHING or record[6:_LENGTH] != _NOTHING_ELSE:
             self._typed = self._read(frames)
         return self
 
@@ -304,6 +314,7 @@ class EngineOutput:
 
 
 _NOTHING = [None, None, None]
+_NOTHING_ELSE = [*[None] * 7, 0, *[None] * 4]
 _REASONS: dict[int, FinishReason | int] = {int(reason): reason for reason in FinishReason}
 
 

@@ -9,6 +9,7 @@ one place (``"<f4"``) and as torch does in another (``"float32"``).
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,6 @@ _FORMATS: dict[str, Any] = {
     "int16": "h",
     "int32": "i",
     "int64": "q",
-    "float16": "e",
     "float32": "f",
     "float64": "d",
     "|b1": "?",
@@ -36,11 +36,12 @@ _FORMATS: dict[str, Any] = {
     "<u2": "H",
     "<u4": "I",
     "<u8": "Q",
-    "<f2": "e",
     "<f4": "f",
     "<f8": "d",
 }
-_SIZES = {"bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+_HALF = ("float16", "<f2")
+"""No memory view can be cast to it."""
+_SIZES = {"float16": 2, "<f2": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _NAMES = {
     "l": "int64",
     "q": "int64",
@@ -108,7 +109,10 @@ class Tensor:
         return cls(dtype, tuple(shape), data)
 
     def view(self) -> memoryview:
-        """The elements, in shape, without a copy; bytes where Python has no such dtype."""
+        """The elements, in shape, without a copy.
+
+        Flat bytes where a memory view has no such dtype (float16, bfloat16, float8).
+        """
         flat = memoryview(self.data).cast("B")
         code = _FORMATS.get(self.dtype)
         if code is None or flat.nbytes == 0:
@@ -118,7 +122,12 @@ class Tensor:
 
     def tolist(self) -> Any:
         """The elements as nested lists."""
-        return self.view().tolist()
+        if self.dtype not in _HALF:
+            return self.view().tolist()
+        items: list[Any] = list(struct.unpack(f"<{len(self.data) // 2}e", self.data))
+        for size in reversed(self.shape[1:]):
+            items = [items[start : start + size] for start in range(0, len(items), size)]
+        return items
 
     def __repr__(self) -> str:
         return f"<Tensor {self.dtype} {list(self.shape)}>"
