@@ -117,6 +117,9 @@ class RequestStream(Iterator[EngineOutput]):
             )
         self._consumer = me
         try:
+            if self._ended:
+                # Another thread closed it since this one looked; from now on it sees a reader.
+                raise self._ended_error()
             items = self._items
             if not items and not self._mailbox.wait(Deadline(timeout)):
                 raise StreamTimeout(
@@ -180,12 +183,16 @@ class RequestStream(Iterator[EngineOutput]):
             abort(self._dispatcher, [self._request])
 
     def close(self) -> None:
-        """Leave the stream: drop what is unread, abort the request unless it has ended."""
+        """Leave the stream: drop what is unread, abort the request unless it has ended.
+
+        A thread that waits for its next output gets a last one, with ``FinishReason.ABORT``.
+        """
         if not self._ended:
             self._left = True
-            leave(self._dispatcher, self._request)
+            leave(self._dispatcher, self._request, read_on=True)
             self._ended = True
-            self._items.clear()
+            if self._consumer in (None, threading.get_ident()):
+                self._items.clear()
 
     def __enter__(self) -> RequestStream:
         return self
@@ -262,9 +269,15 @@ def _add_text(output: EngineOutput, transcript: Transcript) -> None:
         output.end_at(step.stop, step.kept)
 
 
-def leave(dispatcher: Dispatcher, request: PendingRequest) -> None:
-    """Abandon a request.  Takes no lock: finalizers call it."""
-    dispatcher.requests.abandoned.append((request, False))
+def leave(dispatcher: Dispatcher, request: PendingRequest, *, read_on: bool = False) -> None:
+    """Abandon a request.  Takes no lock: finalizers call it.
+
+    Args:
+        dispatcher: of the client.
+        request: registered or not, or ended already.
+        read_on: whether somebody may wait for its next output.
+    """
+    dispatcher.requests.abandoned.append((request, read_on))
     if not dispatcher.is_foreign():
         dispatcher.outbox.wakeup.poke()
 
@@ -338,12 +351,19 @@ def open_stream(
         request, make_transcript = prepare(request, PlainTokenizer(tokenizer))
         transcript = None if make_transcript is None else make_transcript()
     streams: list[RequestStream] = []
-    register(
-        dispatcher,
-        request,
-        keep=lambda pending: streams.append(RequestStream(dispatcher, pending, transcript)),
-    )
-    return streams.pop()
+    try:
+        register(
+            dispatcher,
+            request,
+            keep=lambda pending: streams.append(RequestStream(dispatcher, pending, transcript)),
+        )
+        return streams[0]
+    except BaseException:
+        # Not left to the garbage collector: the traceback of an interrupt, which a notebook keeps,
+        # holds this frame.
+        for stream in streams:
+            stream.close()
+        raise
 
 
 def _encode(dispatcher: Dispatcher, request: EngineRequest, wire_id: str) -> dict[str, list[bytes]]:

@@ -347,14 +347,18 @@ class RequestTable:
                 self._remove(request)
                 request.end(error)
 
-    def end(self, make_error: Callable[[], BaseException]) -> None:
-        """End all requests: the client ends, and engines must not work for nobody."""
+    def end(self, make_error: Callable[[str], BaseException]) -> None:
+        """End all requests: the client ends, and engines must not work for nobody.
+
+        Args:
+            make_error: given what was under way, as words that follow "before ".
+        """
         with self._lock:
             self._drain()
             for request in list(self._requests.values()):
                 self.to_abort.append(request)
                 self._remove(request)
-                request.end(make_error())
+                request.end(make_error(f"request {request.request_id!r} was finished"))
 
     def take_aborts(self) -> list[PendingRequest]:
         """The requests whose engines must be told now, each once (dispatcher only).
