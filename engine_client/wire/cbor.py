@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from math import isfinite
 from typing import ClassVar, NoReturn
 
 from cbor2 import CBORDecodeError, CBOREncoder, dumps, loads
@@ -53,8 +54,9 @@ class CborCodec(Codec):
 
     def encode(self, value: Plain) -> bytes:
         frame = dumps(value)
-        if _NON_FINITE.search(frame):
-            # cbor2 writes NaN and the infinities in 16 bits, all other floats in 64.
+        # cbor2 writes NaN and the infinities in 16 bits, all other floats in 64.  Weights look
+        # like that somewhere by chance, and to encode 10 MB anew takes 30 ms.
+        if _NON_FINITE.search(frame) and _holds_non_finite(value):
             frame = dumps(value, encoders={float: _encode_double})
         return frame
 
@@ -101,6 +103,18 @@ def _loads(data: bytes) -> Plain:
         max_depth=MAX_MESSAGE_DEPTH + 1,
         allow_duplicate_keys=False,
     )
+
+
+def _holds_non_finite(value: Plain) -> bool:
+    pending: list[Plain] = [[value]]
+    for item in pending:
+        values = item if type(item) is list else item.values()
+        kinds = set(map(type, values))
+        if float in kinds and not all(isfinite(v) for v in values if type(v) is float):
+            return True
+        if list in kinds or dict in kinds:
+            pending.extend(v for v in values if type(v) in (list, dict))
+    return False
 
 
 def _verify_integers(value: Plain) -> None:

@@ -281,11 +281,13 @@ class UtilityReply(NamedTuple):
     @classmethod
     def from_plain(cls, value: object) -> UtilityReply:
         fields = record(value, "utility reply", 1)
-        call_id = integer(fields[0], "utility reply", "the call id")
-        failure = fields[1] if len(fields) > 1 else None
+        if len(fields) != 3:
+            fields = [*fields, None, None][:3]
+        call_id, failure, result = fields
+        if type(call_id) is not int:
+            refuse("utility reply", "the call id", "an integer", call_id)
         if failure is not None and type(failure) is not str:
             refuse("utility reply", "the failure", "a string or nil", failure)
-        result = fields[2] if len(fields) > 2 else None
         if result is None or failure is not None:
             return cls(call_id, failure)
         if type(result) is not list or len(result) < 2:
@@ -356,9 +358,10 @@ class Outputs(NamedTuple):
             refuse("outputs", "the timestamp", "a number", timestamp)
         if finished is not None:
             finished = texts(finished, "outputs", "the finished requests")
-        for wave in (complete, start):
-            if wave is not None and type(wave) is not int:
-                refuse("outputs", "a wave", "an integer or nil", wave)
+        if complete is not None and type(complete) is not int:
+            refuse("outputs", "a wave", "an integer or nil", complete)
+        if start is not None and type(start) is not int:
+            refuse("outputs", "a wave", "an integer or nil", start)
         if version is not None and type(version) is not str:
             refuse("outputs", "the weight version", "a string or nil", version)
         utility = None if reply is None else UtilityReply.from_plain(reply)
