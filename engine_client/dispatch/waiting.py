@@ -63,16 +63,18 @@ class Mailbox(Generic[T]):
         self.items.append(item)
         waiter = self._waiter
         if waiter is not None:
-            # In this order a writer that is interrupted here and tries again wakes the reader.
+            # Not cleared here: by now it may be that of the reader's next wait.
             waiter.open_once()
-            self._waiter = None
 
     def wait(self, deadline: Deadline, at_most: float | None = None) -> bool:
         """Block until there is an item (reader only); False when the time ran out first."""
         latch = Latch()
         # Announced before the look: a writer who comes between the two opens it.
         self._waiter = latch
-        return bool(self.items) or latch.wait(deadline.lock_timeout(at_most)) or bool(self.items)
+        items = self.items
+        found = bool(items) or latch.wait(deadline.lock_timeout(at_most)) or bool(items)
+        self._waiter = None
+        return found
 
 
 class PendingCall:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+import time
 from collections import deque
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from engine_client.deadline import Deadline
 from engine_client.dispatch.registry import EngineRecord, Registry
 from engine_client.dispatch.requests import Delivery, PendingRequest, RequestTable
+from engine_client.dispatch.waiting import Latch, Mailbox
 from engine_client.errors import (
     ClientClosedError,
     DuplicateRequestError,
@@ -25,6 +28,7 @@ from engine_client.errors import (
 )
 from engine_client.output import FinishReason
 from engine_client.wire.messages import Outputs
+from tests.helpers import run_in_thread
 
 NOW = 10.0
 LIMIT = 4
@@ -417,6 +421,47 @@ def test_a_reader_is_woken() -> None:
     assert not one.mailbox.wait(Deadline(0))
     requests.deliver(message(record(one, 1)), (), NOW)
     assert one.mailbox.wait(Deadline(0))
+
+
+def test_a_writer_that_was_held_up_takes_no_later_wait_away() -> None:
+    """It opens an old latch; the one that the reader has waited on since stays announced."""
+    mailbox: Mailbox[int] = Mailbox()
+
+    class Old(Latch):
+        def open_once(self) -> None:
+            # The reader found the item, used it and waits again, before the writer goes on.
+            mailbox.items.popleft()
+            mailbox._waiter = later
+
+    later = Latch()
+    mailbox._waiter = Old()
+    mailbox.put(1)
+    mailbox.put(2)
+    assert later.wait(0)
+
+
+def test_many_handovers_lose_no_wake_up() -> None:
+    """A reader that is as fast as its writer waits again and again, and never in vain."""
+    mailbox: Mailbox[int] = Mailbox()
+    count = 20_000
+
+    def read() -> None:
+        for _ in range(count):
+            while not mailbox.items:
+                began = time.monotonic()
+                assert mailbox.wait(Deadline(20))
+                assert time.monotonic() - began < 20
+            mailbox.items.popleft()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        reading = run_in_thread(read)
+        for number in range(count):
+            mailbox.put(number)
+        reading.result(30)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 # -- anything at all -------------------------------------------------------------------------------
