@@ -14,9 +14,9 @@ from engine_client import _render
 from engine_client.compensation import check_undo, raise_undone, undo
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
-from engine_client.dispatch.bootstrap import start
+from engine_client.dispatch.bootstrap import Opened, init_for, start
 from engine_client.dispatch.dispatcher import Dispatcher
-from engine_client.dispatch.sockets import open_transport
+from engine_client.dispatch.sockets import plan_transport
 from engine_client.engines import EngineInfo, EngineInfos, Pending, Targets, engines_html
 from engine_client.errors import UtilityCallError
 from engine_client.fanout import note_one_list, settle
@@ -31,7 +31,6 @@ from engine_client.stream import RequestStream, abort, open_stream
 from engine_client.text import Tokenizer
 from engine_client.utilities import UtilityMethods
 from engine_client.wire.codec import codec_named
-from engine_client.wire.messages import Init
 
 __all__ = ["EngineClient", "connect", "connect_bootstrapped"]
 
@@ -530,7 +529,7 @@ def connect(
         codec_named(codec)  # tells at once when its package is missing
     if address is None:  # an environment variable that is not set, say
         raise TypeError("address must be a string like 'tcp://127.0.0.1:5570', not None")
-    transport = open_transport(
+    bind = plan_transport(
         handshake=address,
         input_address=input_address,
         output_address=output_address,
@@ -539,14 +538,12 @@ def connect(
         context=context,
         coordinator=coordinator,
     )
-    init = Init(
-        inputs=(transport.addresses["input"],),
-        outputs=(transport.addresses["output"],),
-        coordinator_input=transport.addresses.get("coordinator_input"),
-        coordinator_output=transport.addresses.get("coordinator_output"),
-        parallel_config=dict(parallel_config or {}),
-    )
-    return EngineClient(start(config, transport, init=init))
+
+    def opener() -> Opened:
+        transport = bind()
+        return Opened(transport, init_for(transport, parallel_config))
+
+    return start(config, opener, EngineClient)
 
 
 def connect_bootstrapped(
@@ -594,7 +591,7 @@ def connect_bootstrapped(
     )
     if codec != "auto":
         codec_named(codec)
-    transport = open_transport(
+    bind = plan_transport(
         handshake=None,
         input_address=input_address,
         output_address=output_address,
@@ -602,6 +599,8 @@ def connect_bootstrapped(
         heartbeat_interval=config.heartbeat_interval,
         context=context,
     )
-    return EngineClient(
-        start(config, transport, init=None, coordinator_address=coordinator_address)
+    return start(
+        config,
+        lambda: Opened(bind(), init=None, coordinator_address=coordinator_address),
+        EngineClient,
     )

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from engine_client.config import ClientConfig
 from engine_client.deadline import Deadline
 from engine_client.dispatch.dispatcher import Dispatcher, ProcessOwner
 from engine_client.dispatch.sockets import Transport
+from engine_client.dispatch.waiting import uninterrupted
 from engine_client.engines import engine_names
 from engine_client.errors import HandshakeTimeout
 from engine_client.wire.messages import Init
 
-__all__ = ["start"]
+__all__ = ["Opened", "init_for", "start"]
 
 logger = logging.getLogger("engine_client")
 
@@ -25,47 +29,84 @@ PROGRESS_INTERVAL = 30.0
 """Seconds between log lines that say for whom the start waits."""
 _CLEANUP = 5.0
 
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a client needs to start; closed and stopped here when the start fails."""
+
+    transport: Transport
+    init: Init | None
+    """What a HELLO is answered with; None when another process greets the engines."""
+    processes: ProcessOwner | None = None
+    """Who started the engines; None when somebody else did."""
+    coordinator_address: str | None = None
+    """Of an external coordinator, where it is known beforehand."""
+
+
+def init_for(transport: Transport, parallel_config: Mapping[str, Any] | None) -> Init:
+    """What tells engines where to connect."""
+    addresses = transport.addresses
+    return Init(
+        inputs=(addresses["input"],),
+        outputs=(addresses["output"],),
+        coordinator_input=addresses.get("coordinator_input"),
+        coordinator_output=addresses.get("coordinator_output"),
+        parallel_config=dict(parallel_config or {}),
+    )
+
 
 def start(
-    config: ClientConfig,
-    transport: Transport,
-    *,
-    init: Init | None,
-    processes: ProcessOwner | None = None,
-    coordinator_address: str | None = None,
-) -> Dispatcher:
-    """Run the handshake with all engines.
+    config: ClientConfig, opener: Callable[[], Opened], client: Callable[[Dispatcher], C]
+) -> C:
+    """Open a client's sockets and run the handshake with all engines.
 
     Args:
         config: the client's settings.
-        transport: its open sockets; closed here when the start fails.
-        init: what a HELLO is answered with; None when another process greets the engines.
-        processes: who started the engines; stopped here when the start fails.
-        coordinator_address: of an external coordinator, where it is known beforehand.
+        opener: opens the sockets, and starts the engines if that is the client's task.
+        client: makes what owns the dispatcher, and ends it when it is dropped.
 
     Raises:
         HandshakeTimeout: not all engines were ready by the deadline.
         HandshakeError: an engine cannot become ready.
     """
     deadline = Deadline(config.connect_timeout)
-    dispatcher = Dispatcher(
-        config,
-        transport,
-        init=init,
-        processes=processes,
-        coordinator_address=coordinator_address,
+    made, dispatcher = uninterrupted(
+        lambda: _begin(config, opener(), client),
+        lambda begun: begun[1].abandon(Deadline(0), join=False),
     )
     try:
-        dispatcher.start()
         _wait(dispatcher, deadline)
     except BaseException:
-        cleanup = Deadline(_CLEANUP)
-        dispatcher.ask_close(Deadline(0 if processes is None else _CLEANUP)).wait(
-            cleanup.lock_timeout()
-        )
-        dispatcher.join(cleanup.remaining())
+        dispatcher.abandon(Deadline(_CLEANUP if dispatcher.owns_processes else 0))
         raise
-    return dispatcher
+    return made
+
+
+def _begin(
+    config: ClientConfig, opened: Opened, client: Callable[[Dispatcher], C]
+) -> tuple[C, Dispatcher]:
+    dispatcher: Dispatcher | None = None
+    try:
+        dispatcher = Dispatcher(
+            config,
+            opened.transport,
+            init=opened.init,
+            processes=opened.processes,
+            coordinator_address=opened.coordinator_address,
+        )
+        made = client(dispatcher)
+        dispatcher.start()
+    except BaseException:  # no descriptor or thread is left to be had
+        if dispatcher is not None:
+            dispatcher.abandon(Deadline(_CLEANUP))
+        else:
+            if opened.processes is not None:
+                opened.processes.stop(_CLEANUP)
+            opened.transport.close(0)
+        raise
+    return made, dispatcher
 
 
 def _wait(dispatcher: Dispatcher, deadline: Deadline) -> None:
@@ -73,7 +114,7 @@ def _wait(dispatcher: Dispatcher, deadline: Deadline) -> None:
     began = time.monotonic()
     while not startup.latch.wait(deadline.lock_timeout(at_most=PROGRESS_INTERVAL)):
         missing = dispatcher.core.missing()
-        if deadline.expired:
+        if deadline.expired and missing:
             raise _timeout_error(dispatcher, missing)
         logger.warning(
             "%s after %.0f s; still waiting for %s",

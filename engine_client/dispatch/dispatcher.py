@@ -127,6 +127,8 @@ class Dispatcher:
         """Losses, and arrivals on a descriptor that was lost, not yet acted upon."""
         self._closers: deque[tuple[Deadline, Latch]] = deque()
         self._finished = False
+        self._begun = threading.Lock()
+        """Taken for good by whoever ends the client: the thread, or who finds that it never ran."""
         self._thread = threading.Thread(
             target=self._run, name=f"engine-client-dispatcher-{next(_numbers)}", daemon=True
         )
@@ -134,11 +136,29 @@ class Dispatcher:
     def start(self) -> None:
         """Start the thread."""
         _live.add(self)
-        try:
-            self._thread.start()
-        except RuntimeError:  # the system gives no more threads
+        self._thread.start()
+
+    @property
+    def owns_processes(self) -> bool:
+        """Whether the end of the client ends engines."""
+        return self._processes is not None
+
+    def abandon(self, deadline: Deadline, *, join: bool = True) -> None:
+        """End a client whose start failed or was interrupted, at whatever point.
+
+        Args:
+            deadline: for the sockets and processes to end.
+            join: also see the thread gone.  Not from a bare thread, which would get a name in
+                ``threading`` for good.
+        """
+        if self._begun.acquire(blocking=False):
+            # The thread has not begun, and finds that it need not.
+            self._closers.append((deadline, Latch()))
             self._end(None)
-            raise
+            return
+        grace = Deadline(_ABANDON_LIMIT)
+        if self.ask_close(deadline).wait(grace.lock_timeout()) and join:
+            self.join(grace.remaining())
 
     # -- callers ------------------------------------------------------------------------------
 
@@ -216,6 +236,8 @@ class Dispatcher:
     # -- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
         cause: BaseException | None = None
         try:
             self._loop()
@@ -455,6 +477,8 @@ class Dispatcher:
 
 
 _FOREVER = 86_400.0
+_ABANDON_LIMIT = 5.0
+"""Seconds that the caller of a failed start waits for the thread to end."""
 _SIDES: tuple[Side, ...] = ("input", "output")
 
 

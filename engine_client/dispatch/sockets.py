@@ -15,7 +15,7 @@ import socket
 import stat
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ import zmq
 
 from engine_client.errors import HandshakeError
 
-__all__ = ["PRIVATE", "Transport", "open_transport", "read_monitor", "subscribe"]
+__all__ = ["PRIVATE", "Transport", "plan_transport", "read_monitor", "subscribe"]
 
 PRIVATE = "ipc://*"
 """Stands for an ipc file in a directory that only this user can enter."""
@@ -95,7 +95,7 @@ class Transport:
             shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def open_transport(
+def plan_transport(
     *,
     handshake: str | None,
     input_address: str | None,
@@ -104,8 +104,8 @@ def open_transport(
     heartbeat_interval: float | Literal["auto"] | None,
     context: zmq.Context[zmq.Socket[bytes]] | None,
     coordinator: bool = False,
-) -> Transport:
-    """Bind all sockets of a client.
+) -> Callable[[], Transport]:
+    """Check the addresses of a client, before anything is opened.
 
     Args:
         handshake: where engines say HELLO; None when another process greets them.
@@ -116,9 +116,12 @@ def open_transport(
         context: None for one of its own.
         coordinator: also bind the two sockets of an in-process coordinator.
 
+    Returns:
+        What binds the sockets; it raises a HandshakeError when an address cannot be bound, or a
+        ValueError for a wildcard that only the system understood, and then leaves nothing open.
+
     Raises:
         ValueError: an address that cannot be meant.
-        HandshakeError: an address cannot be bound; nothing is left open.
     """
     given = {"handshake": handshake, "input": input_address, "output": output_address}
     if coordinator:
@@ -127,6 +130,15 @@ def open_transport(
         # A data address may be left out where there is a handshake to tell it.
         if address is not None or (handshake is None and name in ("input", "output")):
             _check_address(name, address, advertised_host)
+    return lambda: _open(given, advertised_host, heartbeat_interval, context)
+
+
+def _open(
+    given: Mapping[str, str | None],
+    advertised_host: str | None,
+    heartbeat_interval: float | Literal["auto"] | None,
+    context: zmq.Context[zmq.Socket[bytes]] | None,
+) -> Transport:
     transport = Transport(zmq.Context() if context is None else context, context is None)
     try:
         for name, address in given.items():
@@ -135,7 +147,7 @@ def open_transport(
             if address == PRIVATE:
                 address = _private_address(name, transport)
             elif address is None:
-                address = _address_like(handshake or "", name, transport)
+                address = _address_like(given["handshake"] or "", name, transport)
             sock = transport.context.socket(_KINDS[name])
             transport.sockets[name] = sock
             _configure(sock, address, heartbeat_interval)

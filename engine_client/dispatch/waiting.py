@@ -8,6 +8,7 @@ lands after it took its inner lock leaves that lock held for ever; the dispatche
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,10 @@ from engine_client.deadline import Deadline
 from engine_client.errors import EngineError
 from engine_client.outcome import Failed, Outcome, Outcomes
 
-__all__ = ["Latch", "Mailbox", "PendingCall", "Startup"]
+__all__ = ["Latch", "Mailbox", "PendingCall", "Startup", "uninterrupted"]
+
+UNDO_LIMIT = 5.0
+"""Seconds that an interrupted caller waits until what it no longer wants is taken back."""
 
 
 T = TypeVar("T")
@@ -155,6 +159,59 @@ class PendingCall:
         return Outcomes(
             self.method, {index: future.result(0) for index, future in self.futures.items()}
         )
+
+
+def uninterrupted(make: Callable[[], T], undo: Callable[[T], None]) -> T:
+    """Make something in a thread that no signal reaches: all of it, or nothing.
+
+    A Ctrl-C while a socket or a thread is made would leave one that nobody knows.
+
+    Args:
+        make: what is run in the thread.
+        undo: takes back what was made, in a thread too, when the caller has been interrupted.
+
+    Returns:
+        What was made.
+    """
+    made: list[T] = []
+    failed: list[BaseException] = []
+    claim = threading.Lock()
+    """Taken for good by who is first: the thread that is done, or the caller who leaves."""
+    done, undone = Latch(), Latch()
+
+    def work() -> None:
+        try:
+            made.append(make())
+        except BaseException as exc:
+            failed.append(exc)
+        if not claim.acquire(blocking=False):
+            take_back()
+        done.open()
+
+    def take_back() -> None:
+        try:
+            for thing in made:
+                undo(thing)
+        finally:
+            undone.open()
+
+    try:
+        # A bare thread: starting it is one C call, which an interrupt cannot split.
+        _thread.start_new_thread(work, ())
+        done.wait()
+        if failed:
+            raise failed[0]
+        return made[0]
+    except BaseException as exc:
+        if any(exc is error for error in failed):
+            raise
+        if not claim.acquire(blocking=False):
+            # It was done already; the interrupt came behind the wait.
+            _thread.start_new_thread(take_back, ())
+        undone.wait(UNDO_LIMIT)
+        raise
+    finally:
+        failed.clear()  # a frame that holds an exception that holds the frame
 
 
 class Startup:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from engine_client.client import EngineClient
 from engine_client.config import ClientConfig, CodecName, Settings
-from engine_client.dispatch.bootstrap import start
-from engine_client.dispatch.sockets import PRIVATE, open_transport
+from engine_client.dispatch.bootstrap import Opened, init_for, start
+from engine_client.dispatch.sockets import PRIVATE, plan_transport
 from engine_client.wire.codec import codec_named
-from engine_client.wire.messages import Init
 
 if TYPE_CHECKING:
     import subprocess
@@ -308,7 +307,7 @@ def launch(
         codec_named(codec)
     if isinstance(command, str):
         raise TypeError(f"command must be a list of words, not {command!r}; see shlex.split()")
-    transport = open_transport(
+    bind = plan_transport(
         handshake=address,
         input_address=None,
         output_address=None,
@@ -317,26 +316,24 @@ def launch(
         context=None,
         coordinator=coordinator,
     )
-    supervisor = Supervisor()
-    try:
-        where = transport.addresses["handshake"]
-        jobs = [
-            EngineJob(index, _argv(command, where, index), {**os.environ, **(env or {})})
-            for index in config.engines
-        ]
-        init = Init(
-            inputs=(transport.addresses["input"],),
-            outputs=(transport.addresses["output"],),
-            coordinator_input=transport.addresses.get("coordinator_input"),
-            coordinator_output=transport.addresses.get("coordinator_output"),
-            parallel_config=dict(parallel_config or {}),
-        )
-        supervisor.start(jobs)
-    except BaseException:
-        supervisor.stop()
-        transport.close(0)
-        raise
-    return EngineClient(start(config, transport, init=init, processes=_Processes(supervisor)))
+
+    def opener() -> Opened:
+        transport = bind()
+        supervisor = Supervisor()
+        try:
+            where = transport.addresses["handshake"]
+            supervisor.start(
+                EngineJob(index, _argv(command, where, index), {**os.environ, **(env or {})})
+                for index in config.engines
+            )
+            init = init_for(transport, parallel_config)
+            return Opened(transport, init, _Processes(supervisor))
+        except BaseException:
+            supervisor.stop()
+            transport.close(0)
+            raise
+
+    return start(config, opener, EngineClient)
 
 
 def _argv(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zmq
 
-from engine_client.dispatch.sockets import PRIVATE, Transport, open_transport
+from engine_client.dispatch.sockets import PRIVATE, Transport, plan_transport
 from engine_client.errors import HandshakeError
 from tests.helpers import run_in_thread, scaled, wait_until
 
@@ -38,7 +38,7 @@ def opened(handshake: str | None, **options: Any) -> Iterator[Transport]:
         "heartbeat_interval": "auto",
         "context": None,
     }
-    transport = open_transport(handshake=handshake, **{**given, **options})
+    transport = plan_transport(handshake=handshake, **{**given, **options})()
     try:
         yield transport
     finally:
