@@ -85,14 +85,17 @@ class Calls:
         call_id: Any,
         method: Any,
         deliver: Deliver | None = None,
+        failing: tuple[int, str] | None = None,
     ) -> None:
         """Answer a call when its result is there."""
 
         def settle(get_result: Callable[[], Any]) -> None:
+            self._model.failing_worker = failing
             try:
                 reply = self._encode(call_id, None, get_result())
             except Exception as exc:
                 reply = self._failure(call_id, method, str(exc))
+            self._model.failing_worker = None
             if deliver is None:
                 self._sockets.send(client, [reply])
             else:
@@ -132,6 +135,7 @@ class Calls:
         controls = isinstance(method, str) and method.startswith("mock_")
         rule = None if controls else self._faults.take(method, self._model.index)
         deliver: Deliver | None = None
+        failing = None
         if rule is not None:
             if rule.do in ENDINGS and not rule.after_reply:
                 self._endings.end_as(rule)
@@ -145,16 +149,15 @@ class Calls:
             if rule.do == "busy":
                 self._sockets.pause(rule.seconds)
             if rule.worker is not None:
-                self._model.failing_worker = rule.worker, rule.message
+                failing = self._model.failing_worker = rule.worker, rule.message
             deliver = self._deliver_as(rule, client, call_id, method)
         reply = self.execute(call_id, method, args)
+        self._model.failing_worker = None
         if type(reply) is Deferred:
-            self.answer_later(reply, client, call_id, method, deliver)
-            return
-        if deliver is None:
+            self.answer_later(reply, client, call_id, method, deliver, failing)
+        elif deliver is None:
             self._sockets.send(client, [reply])
         else:
-            self._model.failing_worker = None
             deliver(reply)
 
     def _instead(self, rule: FaultRule, call_id: Any, method: Any) -> bytes:

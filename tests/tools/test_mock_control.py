@@ -97,6 +97,17 @@ def test_all_pinned(peer: Peer, start: StartEngine) -> None:
     assert peer.call("add_lora", lora(2)) is True
 
 
+def test_removed_adapter_is_not_pinned_any_more(peer: Peer, start: StartEngine) -> None:
+    """One that is loaded again can be evicted like any other."""
+    start(ready={"max_loras": 1})
+    peer.call("add_lora", lora(1))
+    peer.call("pin_lora", 1)
+    peer.call("remove_lora", 1)
+    peer.call("add_lora", lora(1))
+    assert peer.call("add_lora", lora(2)) is True
+    assert peer.call("list_loras") == [2]
+
+
 def test_failed_load_leaves_the_others(peer: Peer, start: StartEngine) -> None:
     """An adapter that cannot be loaded evicts nothing."""
     start(ready={"max_loras": 1})
@@ -275,6 +286,7 @@ def test_sleep_and_wake_up(peer: Peer, start: StartEngine, level: int) -> None:
     assert peer.call("wake_up", ["scheduling"]) is False
     assert peer.call("wake_up", ["weights"]) is False
     assert peer.call("wake_up", ["weights"]) is False  # it is awake already: nothing happens
+    assert paused(peer) == (True, True)
     assert peer.call("resume_scheduler") is None
     assert paused(peer) == (False, True)  # the scheduler runs, but memory is missing
     assert peer.call("wake_up", ["kv_cache", "scheduling"]) is True
@@ -380,6 +392,20 @@ def test_prefix_cache_in_use(peer: Peer, start: StartEngine) -> None:
         again += peer.outputs().outputs[0][1]
         peer.reply()
     assert again == tokens
+
+
+def test_preempted_requests_keep_their_places(peer: Peer, start: StartEngine) -> None:
+    """They run again before what waited behind them, in their order."""
+    start(options=MANUAL, ready={"max_num_seqs": 2})
+    for name in ("a", "b", "c"):
+        peer.add(name, [1])
+    peer.ask("mock_step")
+    peer.outputs()
+    peer.reply()
+    assert peer.call("reset_prefix_cache", True) is True
+    peer.ask("mock_step")
+    assert [output[0] for output in peer.outputs().outputs] == ["a", "b"]
+    peer.reply()
 
 
 def test_simple_methods(peer: Peer, start: StartEngine) -> None:
@@ -566,6 +592,24 @@ def test_worker_failure_does_not_linger(peer: Peer, start: StartEngine) -> None:
     start(faults=[FaultRule("is_sleeping", "fail", worker=0, message="never seen")])
     assert peer.call("is_sleeping") is False
     assert peer.call("list_loras") == []
+
+
+def test_worker_fails_in_a_deferred_call(peer: Peer, start: StartEngine) -> None:
+    """It fails when the pause is completed, not at what other calls ask of it before or after."""
+    rule = FaultRule("pause_scheduler", "fail", worker=1, message="stuck", occurrence=1)
+    start(options=MANUAL, faults=[rule])
+    peer.add("r", [1], options={"max_tokens": 2})
+    peer.ask("mock_step")
+    peer.outputs()
+    peer.reply()
+    pause = peer.ask("pause_scheduler", "wait")
+    assert peer.call("list_loras") == []
+    step = peer.ask("mock_step")
+    peer.outputs()
+    text = worker_failed("pause_scheduler", "stuck")
+    assert [peer.reply(), peer.reply()] == [(step, None, 1), (pause, text, None)]
+    assert peer.call("list_loras") == []
+    assert paused(peer) == (True, True)
 
 
 def test_answers_by_script(peer: Peer, start: StartEngine) -> None:

@@ -170,11 +170,11 @@ def test_min_tokens(peer: Peer, start: StartEngine) -> None:
         peer,
         [1],
         min_tokens=3,
-        stop_token_ids=[stop],
+        stop_token_ids=[stop, stop + 1],
         _eos_token_id=eos,
         _all_stop_token_ids=[stop, eos],
     )
-    assert told.tokens == [tokens[0], (stop + 1) % 512, tokens[2], eos]
+    assert told.tokens == [tokens[0], stop + 2, tokens[2], eos]
     assert told.finish == STOP
 
 
