@@ -105,12 +105,12 @@ def generate(
     items = [item for group in groups for item in group]
     mailbox: Mailbox[Delivery] = Mailbox()
     bar = _make_progress(len(items)) if progress else None
-    started: list[PendingRequest] = []
+    started: list[tuple[PendingRequest, bool]] = []
     try:
         _run(dispatcher, items, mailbox, started, max_in_flight, deadline, bar)
     finally:
         # One C call, which an interrupt cannot split: what is not finished is aborted.
-        dispatcher.requests.abandoned.extend([(request, False) for request in started])
+        dispatcher.requests.abandoned.extend(started)
         dispatcher.outbox.wakeup.poke()
         if bar is not None:
             bar.close()
@@ -186,7 +186,7 @@ def _run(
     dispatcher: Dispatcher,
     items: list[_Item],
     mailbox: Mailbox[Delivery],
-    started: list[PendingRequest],
+    started: list[tuple[PendingRequest, bool]],
     max_in_flight: int,
     deadline: Deadline,
     bar: _Progress | None,
@@ -208,7 +208,9 @@ def _run(
             if item is None:
                 break
             try:
-                item.pending = register(dispatcher, item.request, mailbox, started.append)
+                item.pending = register(
+                    dispatcher, item.request, mailbox, lambda made: started.append((made, False))
+                )
             except EngineClientError as exc:
                 finish(item, exc)
             else:

@@ -18,7 +18,7 @@ from typing import Any
 from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.registry import EngineRecord
-from engine_client.dispatch.requests import Delivery, PendingRequest
+from engine_client.dispatch.requests import Delivery, PendingRequest, StreamRef
 from engine_client.dispatch.waiting import Mailbox
 from engine_client.errors import (
     ProtocolError,
@@ -53,6 +53,8 @@ class RequestStream(Iterator[EngineOutput]):
     ) -> None:
         self._dispatcher = dispatcher
         self._request = request
+        request.stream = StreamRef(self, dispatcher.requests.abandoned.append)
+        request.stream.request = request
         self._mailbox = request.mailbox
         self._items = request.mailbox.items
         self._ended = False
@@ -206,6 +208,7 @@ class RequestStream(Iterator[EngineOutput]):
         self.close()
 
     def __del__(self) -> None:
+        # Its StreamRef leaves the request in any case; this wakes the dispatcher too.
         # No lock here: a finalizer runs anywhere, even under the one that would be needed.
         request = getattr(self, "_request", None)
         if request is not None and not request.finished:

@@ -10,6 +10,7 @@ client ended.  If its engine may still work on it, it also goes to ``to_abort``.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from engine_client.errors import (
 from engine_client.output import FinishReason, output_fault
 from engine_client.wire.messages import Outputs
 
-__all__ = ["Delivery", "PendingRequest", "RequestTable"]
+__all__ = ["Delivery", "PendingRequest", "RequestTable", "StreamRef"]
 
 
 class Delivery(NamedTuple):
@@ -59,6 +60,7 @@ class PendingRequest:
         "request_id",
         "sent",
         "started",
+        "stream",
         "taken",
         "wire_id",
     )
@@ -79,6 +81,8 @@ class PendingRequest:
         self.engine = -1
         """The engine that it was routed to."""
         self.mailbox: Mailbox[Delivery] = Mailbox() if mailbox is None else mailbox
+        self.stream: StreamRef | None = None
+        """What tells that its stream is gone; kept here, since it must outlive the stream."""
         self.delivered = 0
         """Outputs put into the mailbox."""
         self.taken = 0
@@ -97,6 +101,18 @@ class PendingRequest:
         self.mailbox.put(Delivery(self, None, None, (), error))
 
 
+class StreamRef(weakref.ref[Any]):
+    """Says that a stream is gone: its callback appends it to the abandoned requests.
+
+    That is one C call.  In a finalizer written in Python a Ctrl-C can land before its first line,
+    and then nobody would ever learn of it.
+    """
+
+    __slots__ = ("request",)
+
+    request: PendingRequest
+
+
 class RequestTable:
     """The live requests of one client.  Every public method takes the registry's lock itself."""
 
@@ -107,10 +123,10 @@ class RequestTable:
         self._requests: dict[str, PendingRequest] = {}
         """By wire id."""
         self._by_id: dict[str, PendingRequest] = {}
-        self.abandoned: deque[tuple[PendingRequest, bool]] = deque()
+        self.abandoned: deque[tuple[PendingRequest, bool] | StreamRef] = deque()
         """Requests whose streams were left, and whether somebody still reads: then the stream ends
         with ``FinishReason.ABORT``, made here since an engine sends nothing for a client's abort.
-        Finalizers append, which takes no lock."""
+        Or what is left of a stream that was dropped.  Finalizers append, which takes no lock."""
         self.to_abort: deque[PendingRequest] = deque()
         """Requests that their engines must be told to stop."""
 
@@ -218,7 +234,8 @@ class RequestTable:
         # As in the registry: read the head, deal with it, then pop it.  Whatever an interrupt
         # leaves half done is done again, and each step may be.
         while self.abandoned:
-            request, read_on = self.abandoned[0]
+            left = self.abandoned[0]
+            request, read_on = (left.request, False) if isinstance(left, StreamRef) else left
             if request.wire_id in self._requests:
                 self.to_abort.append(request)
                 if read_on:
@@ -366,11 +383,13 @@ class RequestTable:
         A request that was not sent yet is cancelled instead.
         """
         told = []
-        while self.to_abort:
-            request = self.to_abort.popleft()
-            if not request.sent:
-                request.cancelled = True
-            elif not request.aborted:
-                request.aborted = True
-                told.append(request)
+        # Under the lock, so that what somebody abandons together is told together.
+        with self._lock:
+            while self.to_abort:
+                request = self.to_abort.popleft()
+                if not request.sent:
+                    request.cancelled = True
+                elif not request.aborted:
+                    request.aborted = True
+                    told.append(request)
         return told
