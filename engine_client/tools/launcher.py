@@ -9,9 +9,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from engine_client.client import EngineClient
 from engine_client.config import ClientConfig, CodecName, Settings
@@ -38,6 +38,19 @@ class EngineJob:
     argv: Sequence[str]
     env: Mapping[str, str] | None = None
     """Its whole environment; None: that of the owner."""
+    also: tuple[int, ...] = ()
+    """More engines of the same process, which end with it."""
+
+
+class EngineCommand(Protocol):
+    """How engines are started, where a list of words does not do (``VllmHeadless``)."""
+
+    @property
+    def address(self) -> str:
+        """The handshake address to bind, when the caller names none; a port may be ``*``."""
+
+    def jobs(self, address: str, indices: Sequence[int]) -> Sequence[EngineJob]:
+        """The processes to start, told the address as it was bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,8 +256,9 @@ def _readable(channel: socket.socket, timeout: float) -> bool:
 class _Processes:
     """What a dispatcher asks of a supervisor."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, jobs: Iterable[EngineJob]) -> None:
         self._supervisor = supervisor
+        self._engines = {job.index: (job.index, *job.also) for job in jobs}
 
     def fileno(self) -> int:
         return self._supervisor.fileno()
@@ -253,7 +267,12 @@ class _Processes:
         if self._supervisor.closed:
             return None
         reports = self._supervisor.read_reports()
-        return [(r.index, r.manner) for r in reports if isinstance(r, EngineExited)]
+        return [
+            (index, report.manner)
+            for report in reports
+            if isinstance(report, EngineExited)
+            for index in self._engines[report.index]
+        ]
 
     def stop(self, timeout: float | None) -> None:
         self._supervisor.stop(STOP_TIMEOUT if timeout is None else timeout)
@@ -262,12 +281,15 @@ class _Processes:
 STOP_TIMEOUT = 5.0
 
 
+Command = Sequence[str] | Callable[[str, int], Sequence[str]] | EngineCommand | None
+
+
 def launch(
     engine_count: int = 1,
     *,
-    command: Sequence[str] | Callable[[str, int], Sequence[str]] | None = None,
+    command: Command = None,
     env: Mapping[str, str] | None = None,
-    address: str = PRIVATE,
+    address: str | None = None,
     engine_start_index: int = 0,
     codec: CodecName = "auto",
     coordinator: bool = False,
@@ -283,10 +305,11 @@ def launch(
     Args:
         engine_count: how many.
         command: one engine's command, in which ``{address}`` and ``{index}`` are replaced; or a
-            function of address and index that returns it.  Left out: the reference engine, which
-            simulates a model.
+            function of address and index that returns it; or an object such as ``VllmHeadless``.
+            Left out: the reference engine, which simulates a model.
         env: variables to add to this process's environment.
-        address: the handshake address; left out: an ipc file in a private directory.
+        address: the handshake address; left out: an ipc file in a private directory, or what the
+            command needs.
         engine_start_index: the index of the first.
         codec: as for ``connect()``.
         coordinator: as for ``connect()``.
@@ -307,6 +330,8 @@ def launch(
         codec_named(codec)
     if isinstance(command, str):
         raise TypeError(f"command must be a list of words, not {command!r}; see shlex.split()")
+    if address is None:
+        address = getattr(command, "address", PRIVATE)
     bind = plan_transport(
         handshake=address,
         input_address=None,
@@ -322,18 +347,27 @@ def launch(
         supervisor = Supervisor()
         try:
             where = transport.addresses["handshake"]
-            supervisor.start(
-                EngineJob(index, _argv(command, where, index), {**os.environ, **(env or {})})
-                for index in config.engines
-            )
+            jobs = _jobs(command, where, config.engines, env or {})
+            supervisor.start(jobs)
             init = init_for(transport, parallel_config)
-            return Opened(transport, init, _Processes(supervisor))
+            return Opened(transport, init, _Processes(supervisor, jobs))
         except BaseException:
             supervisor.stop()
             transport.close(0)
             raise
 
     return start(config, opener, EngineClient)
+
+
+def _jobs(
+    command: Command, address: str, indices: Sequence[int], env: Mapping[str, str]
+) -> list[EngineJob]:
+    if command is not None and not callable(command) and not isinstance(command, Sequence):
+        jobs = command.jobs(address, indices)
+        return [replace(job, env={**(job.env or os.environ), **env}) for job in jobs]
+    return [
+        EngineJob(index, _argv(command, address, index), {**os.environ, **env}) for index in indices
+    ]
 
 
 def _argv(
