@@ -49,7 +49,7 @@ def two(shared: Rig) -> Iterator[Rig]:
 @pytest.fixture
 def seconds(request: pytest.FixtureRequest) -> float:
     """How long a storm lasts."""
-    return 20.0 if request.config.getoption("--long") else 2.5
+    return 20.0 if request.config.getoption("--long") else 2.0
 
 
 def interrupt_when(

@@ -347,7 +347,7 @@ def test_calls_inside_a_running_event_loop() -> None:
 def run(script: str, *arguments: str, code: int | None = 0) -> subprocess.CompletedProcess[str]:
     """Run a program in an interpreter of its own; check its exit code."""
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", script, *arguments],
+        [sys.executable, "-W", "always::ResourceWarning", "-c", script, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
