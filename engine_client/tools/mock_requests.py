@@ -208,9 +208,5 @@ class Requests:
             if rule.after_reply:
                 send(client, frames)
             self._endings.end_as(rule)
-            if not rule.after_reply and rule.do in ("deaf", "stop"):
-                self._send_unless_silent(client, frames)
-
-    def _send_unless_silent(self, client: int, frames: list[bytes]) -> None:
-        if not self._endings.silent:
-            self._sockets.send(client, frames)
+            if not (rule.after_reply or self._endings.silent):
+                send(client, frames)  # it is only deaf, or was stopped and goes on

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine_client.tools.faults import FaultPlan, FaultRule
-from engine_client.tools.mock_methods import Deferred
+from engine_client.tools.mock_engine import MockEngine
+from engine_client.tools.mock_methods import Deferred, EngineModel
 from engine_client.tools.mock_options import EngineOptions
 from tests.helpers import EngineProcess, wait_until
 from tests.tools.peer import Peer, StartEngine, thread_engine
@@ -348,10 +349,11 @@ def test_release_kv_cache_memory(peer: Peer, start: StartEngine) -> None:
 
 
 def prefill(peer: Peer, request_id: str, **fields: Any) -> int:
-    """Run a request of 40 tokens; return how many of them the engine knew."""
-    peer.add(request_id, list(range(40)), options={"max_tokens": 1}, **fields)
+    """Run a request, of 40 tokens; return how many of its tokens the engine knew."""
+    prompt = fields.pop("prompt", list(range(40)))
+    peer.add(request_id, prompt, options={"max_tokens": 1}, **fields)
     stats = peer.outputs().outputs[0][11]
-    assert stats["num_computed_tokens"] + stats["num_cached_tokens"] == 40
+    assert stats["num_computed_tokens"] + stats["num_cached_tokens"] == len(prompt)
     known: int = stats["num_cached_tokens"]
     return known
 
@@ -362,6 +364,7 @@ def test_prefix_cache(peer: Peer, start: StartEngine) -> None:
     assert prefill(peer, "a") == 0
     assert prefill(peer, "b") == 32
     assert prefill(peer, "salted", cache_salt="salt") == 0
+    assert prefill(peer, "exact", prompt=list(range(32))) == 16  # the last token is computed
     assert peer.call("reset_prefix_cache") is True
     assert prefill(peer, "c") == 0
     assert peer.call("pause_scheduler") is None  # clears it too
@@ -558,6 +561,19 @@ def test_lockstep_methods(peer: Peer, start: StartEngine) -> None:
     assert peer.failure("nope") == text
 
 
+def test_resume_during_a_pause(peer: Peer, start: StartEngine) -> None:
+    """A member of a lockstep group refuses to go on before it has come to rest."""
+    start(options=MANUAL, ready={"data_parallel_size": 2})
+    peer.add("r", [1], options={"max_tokens": 2})
+    peer.ask("mock_step")
+    peer.outputs()
+    peer.reply()
+    peer.ask("pause_scheduler", "wait")
+    assert "resume_scheduler called while pause is still in flight" in peer.failure(
+        "resume_scheduler"
+    )
+
+
 def test_methods_of_others(peer: Peer, start: StartEngine) -> None:
     """In others they are unknown, and fault tolerance leaves the engine deaf."""
     start()
@@ -714,6 +730,26 @@ def test_options_pass_through() -> None:
     assert EngineOptions.from_plain(options) is options
     assert EngineOptions.from_plain({"log_stats": True}) == options
     assert EngineOptions.from_plain(None) == EngineOptions()
+
+
+def test_options_belong_to_the_model() -> None:
+    """A model that is given has options of its own."""
+    with pytest.raises(ValueError, match="give the options to the model"):
+        MockEngine("ipc://x", model=EngineModel(0), options={"log_stats": True})
+
+
+@pytest.mark.parametrize("do", ["drop", "answer", "die"])
+def test_only_a_failure_is_that_of_a_worker(do: str) -> None:
+    """Other faults are those of the engine."""
+    with pytest.raises(ValueError, match="worker has no meaning"):
+        FaultRule("add_lora", do, worker=0)
+
+
+def test_method_without_signature(peer: Peer, start: StartEngine) -> None:
+    """Whatever is callable can be a method; its own words are the failure."""
+    start(methods={"dict": dict})
+    assert peer.call("dict", [["a", 1]]) == {"a": 1}
+    assert "object is not iterable" in peer.failure("dict", 1)
 
 
 def test_deferred_settles_in_either_order() -> None:

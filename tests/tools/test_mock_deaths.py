@@ -223,6 +223,17 @@ def test_unreadable_request(peer: Peer, start: StartEngine, fields: dict[str, An
     assert peer.hears_nothing()
 
 
+def test_unreadable_abort_in_the_middle_of_a_step(peer: Peer, start: StartEngine) -> None:
+    """It leaves the engine deaf in its turn; the step is told."""
+    start(options={"step_seconds": 0.05})
+    peer.add("r", [1], options={"max_tokens": 3})
+    monitor = peer.disconnections(peer.input)
+    peer.send(RequestType.ABORT, b"\xc1")
+    monitor.recv_multipart()
+    while peer.outputs().outputs[0][5] is None:
+        pass
+
+
 def request(**fields: Any) -> list[Any]:
     """A good request with some fields replaced."""
 

@@ -721,6 +721,16 @@ def test_faults_before_and_after_an_add(peer: Peer, start: StartEngine) -> None:
     wait_until(lambda: not peer.reaches())
 
 
+def test_mute_engine_still_runs_requests(peer: Peer, start: StartEngine) -> None:
+    """It takes them and tells nothing of them."""
+    engine = start(faults=[FaultRule("ADD", "mute")], keep_log=False)
+    peer.add("r", [1])
+    peer.add("s", [1], options={"max_tokens": 3})
+    wait_until(lambda: engine.model.scheduler.cache.requests == 2)
+    wait_until(lambda: not engine.model.scheduler.live)
+    assert peer.hears_nothing()
+
+
 def test_dropped_abort(peer: Peer, start: StartEngine) -> None:
     """A lost abort leaves the request running."""
     start(faults=[FaultRule("ABORT", "drop")], options={"step_seconds": 0.001})
