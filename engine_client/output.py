@@ -151,7 +151,6 @@ class EngineOutput:
         cls,
         record: list[Any],
         frames: Sequence[bytes],
-        *,
         request_id: str,
         engine: int,
         timestamp: float,
@@ -162,15 +161,16 @@ class EngineOutput:
         Raises:
             ProtocolError: another position holds what it cannot.
         """
-        self = cls.__new__(cls)
+        self = _new(cls)
         self.request_id = request_id
         self.engine = engine
         self.timestamp = timestamp
         self.weight_version = weight_version
         self.text = None
         self._record = record
-        self._typed = None
-        if record[2:5] != _NOTHING or record[6:_LENGTH] != _NOTHING_ELSE:
+        if record[2:5] == _NOTHING and record[6:_LENGTH] == _NOTHING_ELSE:
+            self._typed = None
+        else:
             self._typed = self._read(frames)
         return self
 
@@ -313,6 +313,7 @@ class EngineOutput:
     __hash__ = None  # type: ignore[assignment]
 
 
+_new = object.__new__
 _NOTHING = [None, None, None]
 _NOTHING_ELSE = [*[None] * 7, 0, *[None] * 4]
 _REASONS: dict[int, FinishReason | int] = {int(reason): reason for reason in FinishReason}

@@ -8,10 +8,10 @@ requests: unregistered, and aborted on the engine if that may have it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from threading import get_ident
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +35,9 @@ from engine_client.wire.codec import codec_named
 from engine_client.wire.plain import plain
 
 __all__ = ["RequestStream", "abort", "leave", "open_stream", "read", "register"]
+
+
+_from_plain = EngineOutput.from_plain
 
 
 class RequestStream(Iterator[EngineOutput]):
@@ -95,23 +98,19 @@ class RequestStream(Iterator[EngineOutput]):
             ReplyError: an output could not be decoded; the request was aborted.
             ClientClosedError, ClientBrokenError: the client ended.
         """
-        if timeout is USE_DEFAULT:
-            seconds = self._dispatcher.config.timeout
-        else:
-            seconds = parse_timeout(timeout)
-        if self._ended:
-            raise self._ended_error()
-        return self._next(seconds)
+        if timeout is not USE_DEFAULT:
+            timeout = parse_timeout(timeout)
+        try:
+            return self.__next__(timeout)
+        except StopIteration:
+            raise self._ended_error() from None
 
-    def __next__(self) -> EngineOutput:
+    def __next__(self, timeout: Timeout = USE_DEFAULT) -> EngineOutput:
         if self._ended:
             raise StopIteration
-        return self._next(self._dispatcher.config.timeout)
-
-    def _next(self, timeout: float | None) -> EngineOutput:
         # Set before and cleared after, by the one who reads: an interrupt in between leaves it to
         # this same thread, which may go on.
-        me = threading.get_ident()
+        me = get_ident()
         if self._consumer is not None and self._consumer != me:
             raise RuntimeError(
                 f"request {self.request_id!r} is being read by another thread: a stream has one "
@@ -121,43 +120,62 @@ class RequestStream(Iterator[EngineOutput]):
         try:
             if self._ended:
                 # Another thread closed it since this one looked; from now on it sees a reader.
-                raise self._ended_error()
+                raise StopIteration
             items = self._items
-            if not items and not self._mailbox.wait(Deadline(timeout)):
-                raise StreamTimeout(
-                    f"no output of request {self.request_id!r} from engine {self.engine} within "
-                    f"{timeout:g} s; the stream goes on",
-                    request_id=self.request_id,
-                    engine=self.engine,
-                )
+            if not items:
+                self._wait(timeout)
             # Looked at, used, and only then popped: an interrupt loses nothing.
             delivery = items[0]
-            if delivery.error is not None:
+            request, record, message, frames, error = delivery
+            if error is not None:
                 self._ended = True
-                raise delivery.error
+                raise error
             try:
-                output = self._read(delivery)
+                if self._transcript is not None or message is None:
+                    output = self._read(delivery)
+                else:
+                    # As read() does, without its call: this is done for every output.
+                    try:
+                        output = _from_plain(
+                            record,
+                            frames,
+                            request.request_id,
+                            message.engine_index,
+                            message.timestamp,
+                            message.weight_version,
+                        )
+                    except ProtocolError:
+                        output = read(delivery)  # which says what it was of
             except (ReplyError, StreamError):
                 self._ended = True
                 leave(self._dispatcher, self._request)
                 raise
             reason = output.finish_reason
             if reason is not None:
-                if not self._request.finished:
+                if not request.finished:
                     # A stop string ended it, of which the engine does not know.
-                    leave(self._dispatcher, self._request)
+                    leave(self._dispatcher, request)
                 self._finish_reason = reason
                 self._ended = True
-            self._request.taken += 1
+            request.taken += 1
             items.popleft()
             return output
         finally:
             self._consumer = None
 
+    def _wait(self, timeout: Timeout) -> None:
+        seconds = self._dispatcher.config.timeout if timeout is USE_DEFAULT else timeout
+        if not self._mailbox.wait(Deadline(seconds)):
+            raise StreamTimeout(
+                f"no output of request {self.request_id!r} from engine {self.engine} within "
+                f"{seconds:g} s; the stream goes on",
+                request_id=self.request_id,
+                engine=self.engine,
+            )
+
     def _read(self, delivery: Delivery) -> EngineOutput:
-        if self._transcript is None:
-            return read(delivery)
         transcript = self._transcript
+        assert transcript is not None
         if self._last_read is not None:
             known, output, transcript = self._last_read
             if known is delivery:
@@ -193,7 +211,7 @@ class RequestStream(Iterator[EngineOutput]):
             self._left = True
             leave(self._dispatcher, self._request, read_on=True)
             self._ended = True
-            if self._consumer in (None, threading.get_ident()):
+            if self._consumer in (None, get_ident()):
                 self._items.clear()
 
     def __enter__(self) -> RequestStream:
@@ -233,16 +251,16 @@ def read(delivery: Delivery, transcript: Transcript | None = None) -> EngineOutp
         ReplyError: a part of it holds what it cannot.
         StreamError: the tokenizer failed.
     """
-    message, request = delivery.message, delivery.request
+    request, record, message, frames, _ = delivery
     assert message is not None
     try:
-        output = EngineOutput.from_plain(
-            delivery.record,
-            delivery.frames,
-            request_id=request.request_id,
-            engine=message.engine_index,
-            timestamp=message.timestamp,
-            weight_version=message.weight_version,
+        output = _from_plain(
+            record,
+            frames,
+            request.request_id,
+            message.engine_index,
+            message.timestamp,
+            message.weight_version,
         )
     except ProtocolError as exc:
         raise ReplyError(

@@ -56,16 +56,17 @@ class Mailbox(Generic[T]):
     Writers must be serialised by a lock.
     """
 
-    __slots__ = ("_waiter", "items")
+    __slots__ = ("items", "waiter")
 
     def __init__(self) -> None:
         self.items: deque[T] = deque()
-        self._waiter: Latch | None = None
+        self.waiter: Latch | None = None
+        """What the reader waits on (written by the reader only)."""
 
     def put(self, item: T) -> None:
         """Add an item and wake the reader."""
         self.items.append(item)
-        waiter = self._waiter
+        waiter = self.waiter
         if waiter is not None:
             # Not cleared here: by now it may be that of the reader's next wait.
             waiter.open_once()
@@ -74,10 +75,10 @@ class Mailbox(Generic[T]):
         """Block until there is an item (reader only); False when the time ran out first."""
         latch = Latch()
         # Announced before the look: a writer who comes between the two opens it.
-        self._waiter = latch
+        self.waiter = latch
         items = self.items
         found = bool(items) or latch.wait(deadline.lock_timeout(at_most)) or bool(items)
-        self._waiter = None
+        self.waiter = None
         return found
 
 

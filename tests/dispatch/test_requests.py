@@ -431,10 +431,10 @@ def test_a_writer_that_was_held_up_takes_no_later_wait_away() -> None:
         def open_once(self) -> None:
             # The reader found the item, used it and waits again, before the writer goes on.
             mailbox.items.popleft()
-            mailbox._waiter = later
+            mailbox.waiter = later
 
     later = Latch()
-    mailbox._waiter = Old()
+    mailbox.waiter = Old()
     mailbox.put(1)
     mailbox.put(2)
     assert later.wait(0)

@@ -457,7 +457,7 @@ def test_a_slow_consumer_loses_its_stream_and_no_other() -> None:
             made.step()
             assert eager.recv(timeout=scaled(10)).new_token_ids == expected[number : number + 1]
         wait_until(lambda: made.aborted() == ["lazy"], what="the abort")
-        got = []
+        got: list[int] = []
         for _ in range(10):
             got += next(lazy).new_token_ids
         with pytest.raises(StreamOverflow, match=r"10 outputs lay unread \(max_pending_outputs\)"):
@@ -479,7 +479,7 @@ def test_the_death_of_one_engine_ends_its_streams_only() -> None:
             stream.recv()
         made.client.call_utility("mock_fault", {"method": "OUTPUTS", "do": "die"}, engines=[1])
         for stream in doomed:
-            got = []
+            got: list[int] = []
             died = f"engine 1 died before it finished request {stream.request_id!r}"
             with pytest.raises(EngineDeadError, match=died) as caught:
                 got.extend(token for output in stream for token in output.new_token_ids)

@@ -67,7 +67,7 @@ def test_a_waiting_reader_is_interrupted_and_goes_on(two: Served) -> None:
     """Nothing is lost: the next read gives the next token."""
     two.client.call_utility("mock_fault", {"method": "OUTPUTS", "do": "hold"})
     stream = two.call("r", count=3)
-    join = interrupt_when(lambda: stream._mailbox._waiter is not None)
+    join = interrupt_when(lambda: stream._mailbox.waiter is not None)
     with pytest.raises(KeyboardInterrupt):
         stream.recv()
     join()
@@ -220,7 +220,7 @@ def test_an_interrupt_is_not_slow(two: Served) -> None:
 
         def ready() -> bool:
             sent.append(time.monotonic())
-            return stream._mailbox._waiter is not None
+            return stream._mailbox.waiter is not None
 
         join = interrupt_when(ready, signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
