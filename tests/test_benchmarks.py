@@ -8,7 +8,7 @@ import pytest
 
 from tests.benchmarks.__main__ import BENCHES, main
 
-LINES = {"fanout": 4}
+LINES = {"fanout": 4, "stream": 5}
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -36,4 +36,4 @@ def test_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A name that is no benchmark ends the program with the names there are."""
     with pytest.raises(SystemExit):
         main(["fan"])
-    assert "there are fanout, large, death" in capsys.readouterr().err
+    assert "there are fanout, stream, large, death" in capsys.readouterr().err

@@ -9,11 +9,12 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from tests.benchmarks import death, fanout, idle, imports, large
+from tests.benchmarks import death, fanout, idle, imports, large, stream
 from tests.benchmarks.report import Options, Result, table
 
 BENCHES: dict[str, Callable[[Options], Iterator[Result]]] = {
     "fanout": fanout.run,
+    "stream": stream.run,
     "large": large.run,
     "death": death.run,
     "import": imports.run,
