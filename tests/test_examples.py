@@ -70,6 +70,26 @@ def test_asyncio() -> None:
     assert printed.endswith("closed; waiters in the client: 0\n")
 
 
+def test_streaming() -> None:
+    """Tokens come, leaving early frees the engine, aborts end streams, a time limit does not."""
+    printed = run_script("examples/06_streaming.py")
+    assert re.search(r"^(  \d+){8}   <- engine \d, LENGTH$", printed, re.MULTILINE)
+    assert re.search(r"^(  \d+){3}\n  live requests: 0$", printed, re.MULTILINE)
+    assert len(re.findall(r"^  r\d on engine \d: ABORT", printed, re.MULTILINE)) == 4
+    assert "StreamTimeout: no output of request 'last' from engine" in printed
+    assert re.search(r"resumed: \[\d+, \d+, \d+, \d+\]\n$", printed)
+
+
+def test_batch_generate() -> None:
+    """Completions in order, one refused, those of a dead engine failed and done again."""
+    printed = run_script("examples/07_batch_generate.py")
+    assert "200 prompts, 6400 tokens in " in printed
+    assert "served by engines 0, 1, 2" in printed
+    assert "prompt_token_ids has 5,000 tokens, and engine" in printed
+    assert "failed with EngineDeadError, on engine 1 only" in printed
+    assert printed.endswith("tried again on the others: all finished: True\n")
+
+
 def test_every_example_is_listed_in_order_and_tested_here() -> None:
     """The list of the examples has each one, in the order of their numbers."""
     text = (ROOT / "examples/README.md").read_text()
