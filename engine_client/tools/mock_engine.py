@@ -280,7 +280,8 @@ class MockEngine:
     def _serve(self) -> None:
         """Receive and answer; between the messages, run the requests that there are."""
         sockets, faults, utility = self._sockets, self.faults, RequestType.UTILITY
-        calls, endings, scheduler = self._calls, self._endings, self.model.scheduler
+        endings, scheduler = self._endings, self.model.scheduler
+        calls, decode, execute = self._calls, self._calls.decode, self._calls.execute
         record = self._log.record if self._log is not None else None
         while True:
             frames = sockets.receive()
@@ -289,10 +290,10 @@ class MockEngine:
             if record is not None:
                 record(frames)
             if frames[0] == utility and not faults and not endings.silent:
-                request = calls.decode(frames)
+                request = decode(frames)
                 if request is not None:
                     client, call_id, method, args = request
-                    reply = calls.execute(call_id, method, args)
+                    reply = execute(call_id, method, args)
                     if type(reply) is Deferred:
                         calls.answer_later(reply, client, call_id, method)
                     else:
