@@ -85,6 +85,9 @@ FENCE_DELAY = 0.1
 asked."""
 LAST_WORDS = 0.01
 """Seconds that the last output of an engine gets to arrive after its input connection was lost."""
+REMIND_DELAYS = (0.2, 5.0)
+"""Seconds until a lockstep group that was woken and has not confirmed it is woken again: at first,
+and, doubled each time, at most."""
 PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0, 10.0)
 """Seconds after a connection came or went until ZeroMQ surely knows who can be reached."""
 
@@ -221,6 +224,8 @@ class Core:
         self._arrivals = 0
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_ids = itertools.count()
+        self._reminder: float | None = None
+        """Seconds of the delay after which the lockstep group is woken again, while that runs."""
 
     # -- time ---------------------------------------------------------------------------------
 
@@ -885,13 +890,17 @@ class Core:
             self.registry.take_stats(message.engine_index, message.scheduler_stats)
         self.group.coordinate(message)
 
-    def coordinator_published(self, frames: Sequence[bytes]) -> None:
+    def coordinator_published(self, frames: Sequence[bytes], now: float) -> None:
         """An external coordinator published the group's state."""
+        live = self._group_is_live()
         try:
-            self.group.published(codec_named(self._group_dialect()).decode(frames[-1]))
+            self.group.published(codec_named(self._group_dialect()).decode(frames[-1]), live=live)
         except ProtocolError as exc:
             self.stats.malformed_messages += 1
             logger.warning("a coordinator's message could not be decoded: %s", exc)
+
+        if live and self._reminder is None and not self.group.state.running:
+            self._remind_in(REMIND_DELAYS[0], now)
 
     def _group_dialect(self) -> Dialect:
         found = [peer.codec for peer in self._peers.values() if peer.codec]
@@ -998,7 +1007,16 @@ class Core:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def submit_request(self, request: PendingRequest) -> None:
+    def _remind_in(self, delay: float, now: float) -> None:
+        self._reminder = delay
+        self._later(now + delay, self._remind_group)
+
+    def _remind_group(self, now: float) -> None:
+        delay, self._reminder = self._reminder or 0.0, None
+        if self._group_is_live() and self.group.remind():
+            self._remind_in(min(2 * delay, REMIND_DELAYS[1]), now)
+
+    def submit_request(self, request: PendingRequest, now: float) -> None:
         """A request came out of the outbox; one that was left meanwhile is never sent."""
         if request.cancelled or request.finished:
             return
@@ -1017,6 +1035,8 @@ class Core:
         request.sent = True
         if engine.in_lockstep:
             self.group.request(engine.index)
+            if self._reminder is None:
+                self._remind_in(REMIND_DELAYS[0], now)
         self.outgoing.append(
             Outgoing("input", engine.index, (engine.id, RequestType.ADD, *frames), request)
         )

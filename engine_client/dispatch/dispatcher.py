@@ -306,7 +306,7 @@ class Dispatcher:
             if isinstance(item, PendingCall):
                 core.submit(item, now)
             else:
-                core.submit_request(item)
+                core.submit_request(item, now)
 
     def _abort_left(self) -> None:
         requests = self.requests
@@ -433,7 +433,7 @@ class Dispatcher:
                 self.core.coordinator_address,
             )
         for frames in _messages(self._transport.sockets["coordinator"]):
-            self.core.coordinator_published(frames)
+            self.core.coordinator_published(frames, now)
 
     def _read_exits(self, now: float) -> None:
         """Hear which processes ended."""

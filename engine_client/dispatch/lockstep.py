@@ -17,6 +17,7 @@ No sockets, threads or clock here; the dispatcher's core calls in, messages go o
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -96,11 +97,27 @@ class LockstepGroup:
     def request(self, rank: int) -> None:
         """A request goes to a rank: wake the others unless the group is known to run."""
         if self.keeper == "external":
+            # One notice while it sleeps; reminders repeat it.
             if self.state.phase is WavePhase.PAUSED:
                 self.state.request(rank)
                 self._notify(rank)
             return
         self._wake(self.state.request(rank))
+
+    def remind(self) -> bool:
+        """Wake the group again if nobody has confirmed that it runs; whether that was so."""
+        wake = self.state.remind()
+        if wake is None:
+            return False
+        if self.keeper == "external":
+            # The coordinator leaves out the rank that a notice names: one that has work anyway.
+            engines = self._registry.engines
+            busy = (index for index in self.members() if engines[index].requests)
+            for index in itertools.islice(busy, 1):
+                self._notify(index)
+        else:
+            self._wake(wake)
+        return True
 
     def output(self, message: Outputs, *, live: bool) -> None:
         """A message came on the output socket.
@@ -132,8 +149,12 @@ class LockstepGroup:
         if self._subscriptions >= self._engine_count:
             self._emit(Outgoing("coordinator_input", -1, (COORDINATOR_READY,)))
 
-    def published(self, plain: object) -> None:
+    def published(self, plain: object, *, live: bool) -> None:
         """An external coordinator published ``[counts, wave, running]``.
+
+        Args:
+            plain: what it published.
+            live: whether a request of the group is still live.
 
         Raises:
             ProtocolError: it is no such record.
@@ -143,7 +164,9 @@ class LockstepGroup:
         counts, wave, running = plain[:3]
         if type(wave) is not int or type(running) is not bool:
             raise ProtocolError("a coordinator's wave must be an integer, and running a boolean")
-        self.state.published(wave, running)
+        self.state.published(wave, running, live=live)
+        if wave > self._stats.wave:
+            self._stats.waves += wave - self._stats.wave
         self._stats.wave = wave
         if type(counts) is list:
             self._registry.take_loads(counts)

@@ -13,9 +13,9 @@ and all ranks and clients agree on the number of the current one::
 
 A wake-up (START_DP_WAVE) may be lost on purpose: a group that was paused by ``pause_scheduler``
 discards it and keeps the request, and runs it once it is resumed.  So a group counts as running
-only when an engine has said so; until then every further request wakes it again, which does no
-harm.  With a coordinator, rank 0 says ``start_wave`` when it begins to run, and so does a rank that
-got a request stamped with an old wave.
+only when an engine has said so; until then every further request wakes it again, and so does the
+passing of time, which does no harm.  With a coordinator, rank 0 says ``start_wave`` when it begins
+to run, and so does a rank that got a request stamped with an old wave.
 
 Without a coordinator nobody says so.  Then outputs of a step show that the group runs, and a
 request that is still live when a wave completes came too late for it, and needs another wake-up.
@@ -110,6 +110,13 @@ class WaveState:
             self.phase = WavePhase.WOKEN
         return self._move(WaveEvent.CONFIRMED, rank)
 
+    def remind(self) -> Wake | None:
+        """Nobody has confirmed the last wake-up for a while: you must send it again, to all.
+
+        It may have reached a rank just before a resume did, which came on another connection.
+        """
+        return Wake(self.wave, None) if self.phase is WavePhase.WOKEN else None
+
     def stepped(self) -> None:
         """Outputs of a step came, so the group runs (used where no rank says ``start_wave``)."""
         if self.phase is WavePhase.WOKEN:
@@ -129,10 +136,20 @@ class WaveState:
         self._move(WaveEvent.COMPLETE, None)
         return self._move(WaveEvent.REQUEST, None) if live else None
 
-    def published(self, wave: int, running: bool) -> None:
-        """An external coordinator publishes the state; it knows better."""
+    def published(self, wave: int, running: bool, *, live: bool = False) -> None:
+        """An external coordinator publishes the state; it knows better.
+
+        Args:
+            wave: the current one.
+            running: whether an engine has confirmed that the group runs.
+            live: whether a request is still live: then a group that does not run was woken, or
+                nobody would remind it.
+        """
         self.wave = wave
-        self.phase = WavePhase.RUNNING if running else WavePhase.PAUSED
+        if running:
+            self.phase = WavePhase.RUNNING
+        else:
+            self.phase = WavePhase.WOKEN if live else WavePhase.PAUSED
 
     def _move(self, event: WaveEvent, exclude: int | None) -> Wake | None:
         self.phase, wake = TRANSITIONS[self.phase, event]
