@@ -6,18 +6,31 @@ first.  What they measure is printed at the end.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import engine_client
 from engine_client import EngineClient
 from tests.helpers import scaled
-from tests.interop.engines import EngineGroup, vllm_engines
+from tests.interop import oracle_cases, text_cases
+from tests.interop.engines import (
+    ARGUMENTS,
+    HERE,
+    EngineGroup,
+    engine_environment,
+    vllm_engines,
+)
 from tests.interop.environment import environment
+from tests.interop.tiny_model import make_adapter, make_model
 
 _REPORT = pytest.StashKey[list[str]]()
 
@@ -112,6 +125,47 @@ def client(shared_client: EngineClient) -> Iterator[EngineClient]:
     assert all(info.alive for info in shared_client.engines)
     stats = shared_client.stats
     assert (stats.malformed_messages, stats.stray_messages, stats.deaths) == (0, 0, 0)
+
+
+@pytest.fixture(scope="session")
+def oracle(report: list[str]) -> Iterator[dict[str, Any]]:
+    """What vLLM's own class answers, all cases of a run asked at once in one process."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="ec-oracle-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        model = make_model(folder / "model")
+        adapters = {
+            adapter: str(make_adapter(folder / adapter, seed=number))
+            for adapter, number in (("alpha", 1), ("beta", 2))
+        }
+        cases = [
+            dataclasses.asdict(case)
+            | {"lora": None if case.lora is None else [*case.lora, adapters[case.lora[0]]]}
+            for case in oracle_cases.CASES
+        ]
+        job = {
+            "arguments": ARGUMENTS | oracle_cases.ARGUMENTS | {"model": str(model)},
+            "cases": cases,
+            "texts": [dataclasses.asdict(case) for case in text_cases.CASES],
+        }
+        asked, answered = folder / "job.json", folder / "answers.json"
+        asked.write_text(json.dumps(job))
+        vllm = environment()
+        done = subprocess.run(
+            [vllm.python, HERE / "oracle.py", asked, answered],
+            env=os.environ | engine_environment(vllm, folder),
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=scaled(350),
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-4000:]
+        report.append(f"vLLM's LLM class answered everything in {time.monotonic() - start:.1f} s")
+        yield json.loads(answered.read_text())
 
 
 @pytest.fixture(scope="session")

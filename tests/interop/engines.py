@@ -71,7 +71,7 @@ class VllmEngine:
         with theirs, self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [vllm.python, HERE / "engine_process.py", json.dumps(job)],
-                env=os.environ | SETTINGS | _folders(vllm, folder),
+                env=os.environ | engine_environment(vllm, folder),
                 cwd=folder,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -208,13 +208,15 @@ def _free_address(folder: Path, transport: str) -> str:
         return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
-def _folders(vllm: Environment, folder: Path) -> dict[str, str]:
-    """Keep engines from writing anywhere else."""
+def engine_environment(vllm: Environment, folder: Path) -> dict[str, str]:
+    """Variables for an engine, which also keep it from writing anywhere else."""
     kept = {"VLLM_CACHE_ROOT": "vllm", "VLLM_CONFIG_ROOT": "config", "HF_HOME": "hf"}
     places = {name: vllm.cache / part for name, part in kept.items()}
     places |= {"TORCHINDUCTOR_CACHE_DIR": vllm.cache / "inductor", "TMPDIR": folder / "tmp"}
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
-    return {name: str(place) for name, place in places.items()} | {
-        "PYTHONPATH": str(HERE / "repairs")
-    }
+    return (
+        SETTINGS
+        | {name: str(place) for name, place in places.items()}
+        | {"PYTHONPATH": str(HERE / "repairs")}
+    )

@@ -1,7 +1,7 @@
 """A model and adapters of a few kilobytes, made without a download and without any package.
 
 The model is a configuration only: engines start with `load_format="dummy"`, which draws random
-weights. Adapters are real files, in the safetensors format.
+weights. Adapters and the tokenizer are real files, in the formats of safetensors and tokenizers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ HEADS = 2
 HEAD_SIZE = 32
 """The CPU attention kernel takes 32, 64, 80 ...; with 16 an engine dies at its first request."""
 MAX_POSITIONS = 4096
+SPECIAL = ("<pad>", "<s>", "</s>")
+"""Tokens 0, 1 and 2."""
 
 
 def make_model(folder: Path, **overrides: Any) -> Path:
@@ -48,7 +50,70 @@ def make_model(folder: Path, **overrides: Any) -> Path:
     }
     _write_json(folder / "config.json", config | overrides)
     _write_json(folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2})
+    make_tokenizer(folder)
     return folder
+
+
+def make_tokenizer(folder: Path) -> None:
+    """Write a byte-level BPE tokenizer: three special tokens, 256 bytes, then pairs of letters."""
+    vocabulary = {token: number for number, token in enumerate(SPECIAL)}
+    for char in sorted(_byte_characters()):
+        vocabulary[char] = len(vocabulary)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    pairs = [(x, y) for x in letters for y in letters][: VOCABULARY - len(vocabulary)]
+    for x, y in pairs:
+        vocabulary[x + y] = len(vocabulary)
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {"id": number, "content": token, **flags, "special": True}
+            for number, token in enumerate(SPECIAL)
+        ],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": [list(pair) for pair in pairs],
+        },
+    }
+    _write_json(folder / "tokenizer.json", tokenizer)
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": MAX_POSITIONS,
+            "pad_token": SPECIAL[0],
+            "bos_token": SPECIAL[1],
+            "eos_token": SPECIAL[2],
+            "clean_up_tokenization_spaces": False,
+        },
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The characters that stand for the 256 bytes by GPT-2's rule: what is unseen moves up."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = 256 - len(shown)
+    return [chr(number) for number in (*shown, *range(256, 256 + hidden))]
 
 
 def make_adapter(folder: Path, *, rank: int = 8, seed: int = 1) -> Path:
