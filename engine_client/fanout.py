@@ -198,14 +198,26 @@ def _encode(
     targets: Sequence[int],
     deadline: Deadline,
 ) -> PendingCall:
-    """Check and encode a call, once per dialect among its targets."""
+    """Check and encode a call, once per dialect (and layout, where that matters) of its targets."""
     engines = dispatcher.registry.engines
     checked = plain(list(args), "args")
     plain(method, "method")
     call_id = next(dispatcher.call_ids)
-    request = UtilityRequest(dispatcher.config.client_index, call_id, method, checked).to_plain()
-    dialects = {engines[index].codec for index in targets}
-    payloads = {name: codec_named(name).encode(request) for name in dialects if name is not None}
+    forms = {
+        engine.form: (engine.codec, engine.layout)
+        for engine in map(engines.__getitem__, targets)
+        if engine.codec is not None
+    }
+    payloads: dict[str, bytes] = {}
+    encoded: dict[tuple[str, bool], bytes] = {}
+    for form, (codec, layout) in forms.items():
+        laid = layout.arguments(method, checked)
+        key = codec, laid is checked
+        if key not in encoded:
+            client_index = dispatcher.config.client_index
+            request = UtilityRequest(client_index, call_id, method, laid).to_plain()
+            encoded[key] = codec_named(codec).encode(request)
+        payloads[form] = encoded[key]
     call = PendingCall(call_id, method, targets, payloads, deadline, time.monotonic())
     if method in ("add_lora", "remove_lora"):
         call.lora = _lora_id(method, checked)

@@ -388,15 +388,20 @@ def open_stream(
 
 
 def _encode(dispatcher: Dispatcher, request: EngineRequest, wire_id: str) -> dict[str, list[bytes]]:
-    """The frames of a request, main one first, per dialect of the engines."""
+    """The frames of a request, main one first, per dialect and layout of the engines."""
     frames: list[bytes] = []
     # A wave that ends meanwhile makes the stamp stale; the group is woken again then.
     wave = dispatcher.core.group.state.wave
     record = request.to_plain(wire_id, dispatcher.config.client_index, frames, wave=wave)
     checked = plain(record, "request")
-    dialects = {engine.codec for engine in dispatcher.registry.engines.values()}
+    forms = {
+        engine.form: (engine.codec, engine.layout)
+        for engine in dispatcher.registry.engines.values()
+        if engine.codec is not None
+    }
     return {
-        name: [codec_named(name).encode(checked), *frames] for name in dialects if name is not None
+        form: [codec_named(codec).encode(layout.request(checked)), *frames]
+        for form, (codec, layout) in forms.items()
     }
 
 

@@ -1021,7 +1021,7 @@ class Core:
         if request.cancelled or request.finished:
             return
         engine = self.registry.engines[request.engine]
-        frames = request.payloads.get(engine.codec or "")
+        frames = request.payloads.get(engine.form)
         if frames is None:
             self.requests.fail(
                 request,
@@ -1067,7 +1067,7 @@ class Core:
             if index in call.refused:
                 continue
             engine = engines[index]
-            payload = call.payloads.get(engine.codec or "")
+            payload = call.payloads.get(engine.form)
             if not engine.alive or payload is None:
                 self._refuse(call, index, now)
                 continue

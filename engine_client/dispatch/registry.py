@@ -6,6 +6,7 @@ settled under one hold, so no two parties ever touch one future.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,11 @@ from engine_client.errors import (
     RemoteError,
 )
 from engine_client.outcome import Failed, Ok
+from engine_client.wire.layouts import LATEST, Layout, layout_of
 
 __all__ = ["EngineRecord", "Registry"]
+
+logger = logging.getLogger("engine_client")
 
 
 class SentCall(NamedTuple):
@@ -40,9 +44,11 @@ class EngineRecord:
         "alive",
         "codec",
         "death",
+        "form",
         "id",
         "index",
         "last_seen",
+        "layout",
         "loras",
         "ready",
         "requests",
@@ -61,6 +67,10 @@ class EngineRecord:
         self.death: str | None = None
         """Why it is not alive, as words that follow "engine 3 is dead: "."""
         self.ready: Mapping[str, Any] = {}
+        self.layout = LATEST
+        """Where its version has the fields of records."""
+        self.form = ""
+        """Names how messages to it are encoded: in which dialect and layout."""
         self.last_seen: float | None = None
         """Monotonic time of its last message."""
         self.unanswered = 0
@@ -125,6 +135,8 @@ class Registry:
         self.abandoned: deque[PendingCall] = deque()
         """Calls whose callers left.  Appending is the one act of a caller's ``finally``, a single
         C call: taking the lock there lost waiters under interrupts."""
+        self._unknown_versions: set[str] = set()
+        """Those that were warned about."""
         self.completed = 0
         """Calls of which the last engine has settled."""
         self.ended = False
@@ -191,7 +203,7 @@ class Registry:
             sent = SentCall(call.call_id, call.method, call.started)
             for index in call.waiting:
                 engine = self.engines[index]
-                engine.unanswered += call.size(engine.codec)
+                engine.unanswered += call.size(engine.form)
                 engine.sent[call.call_id] = sent
             return True
 
@@ -363,14 +375,30 @@ class Registry:
 
     def register_engine(self, index: int, codec: str, ready: Mapping[str, Any], now: float) -> None:
         """An engine registered and accepts calls."""
+        layout = self._layout(index, str(ready.get("vllm_version", "")))
         with self.lock:
             engine = self.engines[index]
             engine.codec = codec
+            engine.layout = layout
+            engine.form = codec if layout is LATEST else f"{codec} {layout.name}"
             engine.ready = ready
             engine.alive = True
             engine.death = None
             engine.last_seen = now
             engine.reset()
+
+    def _layout(self, index: int, version: str) -> Layout:
+        layout, known = layout_of(version)
+        if not known and version not in self._unknown_versions:
+            self._unknown_versions.add(version)
+            logger.warning(
+                "engine %d is vLLM %r, whose messages this client does not know; it takes them to "
+                "be as those of vLLM %s",
+                index,
+                version,
+                layout.name,
+            )
+        return layout
 
     def revive_engine(self, index: int) -> None:
         """An engine that was only disconnected is back."""

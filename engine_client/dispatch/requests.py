@@ -171,7 +171,7 @@ class RequestTable:
                 )
             engine = self._route(rank, unfit)
             request.engine = engine.index
-            engine.unanswered += sum(map(len, request.payloads.get(engine.codec or "", ())))
+            engine.unanswered += sum(map(len, request.payloads.get(engine.form, ())))
             # First where a drain finds it, should an interrupt come in between.
             self._requests[request.wire_id] = request
             self._by_id[request.request_id] = request
@@ -277,7 +277,10 @@ class RequestTable:
             if stats is not None:
                 engine.report(stats)
             requests = self._requests
-            for record in message.outputs:
+            records = message.outputs
+            if engine.layout.outputs is not None:
+                records = [engine.layout.output(record) for record in records]
+            for record in records:
                 # The usual output is looked at here: a call would cost as much as all of this.
                 if not (
                     type(record) is list
