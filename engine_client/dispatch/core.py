@@ -129,12 +129,14 @@ class Peer:
         "id",
         "index",
         "input",
+        "invited",
         "leaving",
         "lost",
         "output",
         "questions",
         "registered",
         "since",
+        "succeeded",
     )
 
     def __init__(self, index: int, *, bootstrapped: bool) -> None:
@@ -161,8 +163,12 @@ class Peer:
         """Dialect of a HELLO that came while the index was still alive."""
         self.questions: set[int] = set()
         """Call ids of the questions whether it is there."""
+        self.invited = False
+        """Whether an INIT reached a process that said HELLO since the last one started."""
         self.registered = False
         """Whether it ever registered."""
+        self.succeeded = False
+        """Whether another process has registered since."""
 
     def forget(self) -> None:
         """Forget what was concluded of an incarnation that is gone."""
@@ -337,10 +343,12 @@ class Core:
             self._stray(f"engine {peer.index} sent HELLO, but another process greets the engines")
             return
         peer.greeting = None
+        peer.lost = set()
         peer.codec = dialect
         if peer.handshake.phase is not Phase.GREETED:
             # Of two that were greeted, either may come: then the earlier moment counts.
             peer.since = self._arrivals
+            peer.invited = False
         peer.handshake.receive(Event.HELLO)
         payload = codec_named(dialect).encode(self._init.to_plain())
         self.outgoing.append(Outgoing("handshake", peer.index, (peer.id, payload)))
@@ -375,17 +383,20 @@ class Core:
         if self.registry.engines[index].alive:
             self._replaced(peer, "another process registered under its index", now)
         if peer.output is not None:
-            peer.output.retired = True
+            # One that came after the INIT may be its own: it spoke before its registration was read.
+            peer.output.retired = self._init is None or peer.output.born <= peer.since
+            peer.output = None
         peer.codec = dialect
         peer.input = connection
-        peer.output = None
         peer.forget()
         peer.lost = set()
         self.registry.register_engine(index, dialect, ready, now)
+        self.requests.orphans.pop(index, None)
         self._check_dialects(peer)
         self._learn_coordinator(ready)
         if peer.registered:
             self._returned(peer, "registered again")
+            peer.succeeded = True
         peer.registered = True
         if connection is None:
             # The connection was gone before its registration could be read.
@@ -521,7 +532,11 @@ class Core:
 
     def reached(self, item: Outgoing, now: float) -> None:
         """A message that no call waits for went out: the engine has an input connection."""
+        if item.engine < 0:
+            return  # to or as a coordinator
         peer = self._peers[item.engine]
+        if item.channel == "handshake":
+            peer.invited = True
         if item.channel != "input" or not self._may_return(peer):
             return
         if peer.output is not None or len(self._unnamed_outputs()) > len(self._nameless()):
@@ -533,9 +548,13 @@ class Core:
     def _revive(self, peer: Peer, now: float) -> None:
         peer.lost = set()
         self.registry.revive_engine(peer.index)
+        self._abort_orphans(peer)
         self._returned(peer, "reconnected")
         if peer.input is None:
             self._repeat(self._probe_unnamed, now, PROBE_DELAYS)
+        if peer.output is None:
+            # Its reply names it; until then it would stand for that of any other engine.
+            self._ask(peer)
         self._review_outputs(now)
         self._progress()
 
@@ -543,17 +562,37 @@ class Core:
         """ZeroMQ has no connection to the engine (EHOSTUNREACH): the message was not sent."""
         peer = self._peers[item.engine]
         if item.channel == "handshake":
-            peer.handshake = ClientHandshake()
+            # Of two processes that said HELLO, the other may have got its INIT.
+            if not peer.invited:
+                peer.handshake = ClientHandshake()
             return
         why = "it cannot be reached (no connection)"
+        if item.work is not None:
+            self._unsend(item)
+        elif item.frames[1] == RequestType.ABORT and peer.codec is not None:
+            wire_ids = codec_named(peer.codec).decode(item.frames[-1])
+            self.requests.orphans.setdefault(item.engine, []).extend(wire_ids)
+        if self.registry.engines[item.engine].alive:
+            self._die(peer, why, now, lost="input")
+
+    @staticmethod
+    def _unsend(item: Outgoing) -> None:
         if isinstance(item.work, PendingCall):
             item.work.sent.discard(item.engine)
         elif item.work is not None:
             item.work.sent = False
-        if self.registry.engines[item.engine].alive:
-            self._die(peer, why, now, lost="input")
 
     # -- deaths -----------------------------------------------------------------------------------
+
+    def _withdraw(self, index: int) -> None:
+        """Do not send what an engine's calls and requests still wait to be sent: it has not run."""
+        outgoing = tuple(self.outgoing)
+        self.outgoing.clear()
+        for item in outgoing:
+            if item.engine == index and item.work is not None:
+                self._unsend(item)
+            else:
+                self.outgoing.append(item)
 
     def _die(self, peer: Peer, why: str, now: float, *, lost: Side | None = None) -> None:
         """An engine is dead: everything that waits for it fails, and so does its lockstep group.
@@ -600,6 +639,7 @@ class Core:
     def _bury(self, peer: Peer, why: str, now: float) -> None:
         self.stats.deaths += 1
         peer.forget()
+        self._withdraw(peer.index)
         self.registry.bury_engine(peer.index, why)
         failed = self.registry.fail_engine(
             peer.index,
@@ -626,6 +666,7 @@ class Core:
             spare: id of a call that the new one is just answering.
         """
         self.stats.deaths += 1
+        self._withdraw(peer.index)
         failed = self.registry.fail_engine(
             peer.index,
             EngineDeadError,
@@ -661,6 +702,11 @@ class Core:
         if peer is None:
             return
         why = f"its process {how}"
+        if peer.succeeded:
+            logger.info(
+                "engine %d has another process already; of the launched one: %s", index, why
+            )
+            return
         if not self.startup.finished:
             self.startup.finish(
                 HandshakeError(
@@ -775,7 +821,7 @@ class Core:
             return True
         call_id = None if message.utility is None else message.utility.call_id
         owners = [p.index for p in self._peers.values() if p.output is connection]
-        if owners and peer.output is not None:
+        if owners:
             raise ProtocolError(
                 f"it names engine {peer.index}, but came from {engine_names(owners)}",
                 call_id=call_id,
@@ -791,15 +837,20 @@ class Core:
             or (peer.doubt is not None and connection.born > peer.doubt.arrivals)
         ):
             self._replaced(peer, "its output came on another connection", now, spare=call_id)
+            self._abort_orphans(peer)
         elif peer.output is not None:
             peer.output.retired = True
+        if peer.covered is not None and connection.born > peer.covered:
+            # It has connected again, and so covers nobody who seemed to be covered by it.
+            for other in self._peers.values():
+                if other.covered is not None and other.covered >= connection.born:
+                    other.covered = other.doubt = None
         peer.output = connection
         peer.doubt = None
         if peer.codec is not None:
             connection.codec = codec_named(peer.codec)
         if peer.lost == {"output"} and peer.input is not None and self._may_return(peer):
             self._revive(peer, now)
-        self._review_outputs(now)
         return True
 
     def _was_asked(self, peer: Peer, message: Outputs) -> bool:
@@ -814,17 +865,31 @@ class Core:
 
     # -- outputs ----------------------------------------------------------------------------------
 
-    def output(self, frames: Sequence[bytes], fd: int, now: float) -> None:
-        """A message came on the output socket."""
-        self.stats.received += 1
+    def output(
+        self, frames: Sequence[bytes], fd: int, now: float, *, followed: bool = True
+    ) -> bool:
+        """A message came on the output socket.
+
+        Args:
+            frames: of the message.
+            fd: descriptor of its connection.
+            now: monotonic time.
+            followed: whether the monitors have been read since it was received; descriptors are
+                reused at once.
+
+        Returns:
+            False: nothing was done, read the monitors and come again.
+        """
         connection = self._connections["output"].get(fd)
         main = frames[0]
         if main == DEAD_SENTINEL:
-            self._sentinel(connection, now)
-            return
+            if followed:
+                self.stats.received += 1
+                self._sentinel(connection, now)
+            return followed
         try:
             size = len(main) if len(frames) == 1 else sum(map(len, frames))
-            codec = None if connection is None else connection.codec
+            codec = None if connection is None or connection.closing else connection.codec
             if codec is not None and size <= self._max_message_size:
                 message = Outputs.from_plain(codec.decode(main))
             else:
@@ -836,14 +901,32 @@ class Core:
                     f"it names engine {index}, which is none of this client's",
                     call_id=None if message.utility is None else message.utility.call_id,
                 )
-            if (peer.output is not connection or connection is None) and not self._learn_output(
-                connection, peer, message, now
-            ):
-                self.stats.late_replies += 1
-                return
+            learned = peer.output is not connection or connection is None
+            if learned:
+                if not followed:
+                    return False
+                if not self._learn_output(connection, peer, message, now):
+                    self.stats.received += 1
+                    self.stats.outputs += len(message.outputs)
+                    self.stats.late_outputs += len(message.outputs)
+                    if message.utility is not None or not message.outputs:
+                        self.stats.late_replies += 1
+                    return True
         except ProtocolError as exc:
-            self._bad_output(connection, fd, main, exc, now)
-            return
+            if followed:
+                self.stats.received += 1
+                self._bad_output(connection, fd, main, exc, now)
+            return followed
+        self.stats.received += 1
+        self._accept(message, frames, peer, now)
+        if learned:
+            # Only now: what it said counts, whatever follows from its connection's name.
+            self._review_outputs(now)
+        return True
+
+    def _accept(self, message: Outputs, frames: Sequence[bytes], peer: Peer, now: float) -> None:
+        """Deliver what an engine said."""
+        index = peer.index
         if (
             message.wave_complete is not None
             or message.start_wave is not None
@@ -936,11 +1019,23 @@ class Core:
                 return named
             # Without a name, or with a number that may be another's by now.
             possible = [p for p in self._nameless() if connection.born > p.since]
+            if connection.closing:
+                possible += [
+                    p for p in self._peers.values() if p.output is not None and p.output.closing
+                ]
             return [*named, *(p for p in possible if p not in named)]
         return self._nameless()
 
     def _dialects(self, connection: Connection | None) -> list[Dialect]:
-        found = dict.fromkeys(p.codec for p in self._owners(connection) if p.codec)
+        owners = self._owners(connection)
+        found = dict.fromkeys(p.codec for p in owners if p.codec)
+        if (
+            connection is None
+            or connection.closing
+            or all(p.output is not connection for p in owners)
+        ):
+            # Perhaps of one that has not registered yet.
+            found |= dict.fromkeys(p.codec for p in self._peers.values() if p.codec)
         return list(found) or [self._forced_codec or "cbor"]
 
     def _bad_output(
@@ -1047,13 +1142,23 @@ class Core:
         for request in self.requests.take_aborts():
             by_engine.setdefault(request.engine, []).append(request.wire_id)
         for index, wire_ids in by_engine.items():
-            engine = self.registry.engines[index]
-            if engine.alive and engine.codec is not None:
-                self.stats.aborts += len(wire_ids)
-                payload = codec_named(engine.codec).encode(Abort(tuple(wire_ids)).to_plain())
-                self.outgoing.append(
-                    Outgoing("input", index, (engine.id, RequestType.ABORT, payload))
-                )
+            if self.registry.engines[index].alive:
+                self._send_abort(index, wire_ids)
+            else:
+                self.requests.orphans.setdefault(index, []).extend(wire_ids)
+
+    def _send_abort(self, index: int, wire_ids: Sequence[str]) -> None:
+        engine = self.registry.engines[index]
+        if engine.codec is not None:
+            self.stats.aborts += len(wire_ids)
+            payload = codec_named(engine.codec).encode(Abort(tuple(wire_ids)).to_plain())
+            self.outgoing.append(Outgoing("input", index, (engine.id, RequestType.ABORT, payload)))
+
+    def _abort_orphans(self, peer: Peer) -> None:
+        """An engine is back that was only cut off: it must not go on for nobody."""
+        wire_ids = self.requests.orphans.pop(peer.index, None)
+        if wire_ids:
+            self._send_abort(peer.index, wire_ids)
 
     def submit(self, call: PendingCall, now: float) -> None:
         """A call came out of the outbox: its messages, for all engines before any is waited for.

@@ -366,7 +366,10 @@ class Dispatcher:
                 frames.append(frame.bytes)
             if fd not in known:
                 self._read_monitors(now)
-            deliver(frames, fd, now)
+            if not deliver(frames, fd, now, followed=False):
+                # Its connection surprises: the number may be another's by now.
+                self._read_monitors(now)
+                deliver(frames, fd, now)
             if registry.completed != completed:
                 completed = registry.completed
                 # A caller was let go.  Another receive would give it the GIL in the middle of this

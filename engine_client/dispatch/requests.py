@@ -129,6 +129,9 @@ class RequestTable:
         Or what is left of a stream that was dropped.  Finalizers append, which takes no lock."""
         self.to_abort: deque[PendingRequest] = deque()
         """Requests that their engines must be told to stop."""
+        self.orphans: dict[int, list[str]] = {}
+        """Per engine the wire ids of what was failed because of its death; one that was only cut
+        off goes on with them, and must be told when it is back (dispatcher only)."""
 
     # -- callers ----------------------------------------------------------------------------------
 
@@ -364,7 +367,9 @@ class RequestTable:
                 self._remove(request)
                 if kind is ReplyError:
                     self.to_abort.append(request)
-                elif not request.sent:
+                elif request.sent:
+                    self.orphans.setdefault(index, []).append(request.wire_id)
+                else:
                     request.cancelled = True
                 request.end(
                     kind(

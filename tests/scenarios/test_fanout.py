@@ -29,6 +29,7 @@ from engine_client import (
     connect,
 )
 from engine_client.dispatch.core import Core
+from engine_client.dispatch.outbox import Wakeup
 from tests.helpers import engine_processes, run_in_thread, scaled, wait_until
 from tests.scenarios.rig import Rig, address, rig
 
@@ -131,7 +132,7 @@ def test_a_failure_of_the_dispatcher_reaches_every_waiting_call(
         if how == "bug":
             bug = RuntimeError("a bug in the dispatcher")
 
-            def fail(*args: object) -> None:
+            def fail(*args: object, **options: object) -> None:
                 raise bug
 
             monkeypatch.setattr(Core, "output", fail)
@@ -343,3 +344,9 @@ def test_an_undo_after_a_time_out_is_sent_and_not_waited_for(two: Rig) -> None:
     assert isinstance(undone[1], Failed)
     assert isinstance(undone.failures[1], AbandonedError)
     wait_until(lambda: two.received(1)[before:] == [[]], what="the undo at engine 1")
+
+
+def test_a_wake_up_that_was_lost_is_made_up_for(two: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller interrupted between handing over and waking leaves its call to be found."""
+    monkeypatch.setattr(Wakeup, "poke", lambda wakeup: None)
+    assert two.client.call_utility("echo", "unasked", timeout=scaled(10)) == ["unasked"] * 2
