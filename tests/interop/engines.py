@@ -140,11 +140,13 @@ class EngineGroup:
         self.engines: dict[int, VllmEngine] = {}
         make_model(folder / "model")
 
-    def start(self, index: int, **arguments: Any) -> VllmEngine:
+    def start(self, index: int, *, vllm: Environment | None = None, **arguments: Any) -> VllmEngine:
         """Start an engine, also in the place of one that has ended."""
         if index in self.engines:
             self.engines[index].close()
-        self.engines[index] = VllmEngine(self.vllm, self.address, index, self.folder, **arguments)
+        self.engines[index] = VllmEngine(
+            vllm or self.vllm, self.address, index, self.folder, **arguments
+        )
         return self.engines[index]
 
     def adapter(self, name: str, *, rank: int = 8, seed: int = 1) -> str:
@@ -183,7 +185,7 @@ def vllm_engines(
         folder: For model, adapters, logs, sockets.
         count: How many.
         transport: `tcp` or `ipc`.
-        only: More arguments for some of them, by index.
+        only: More arguments for some of them, by index; `vllm` is another environment.
         **arguments: For vLLM's AsyncEngineArgs, over those that all engines get.
 
     Yields:
