@@ -45,10 +45,11 @@ __all__ = ["LOCKSTEP_ONLY_TOGETHER", "check_method", "note_one_list", "settle"]
 logger = logging.getLogger("engine_client")
 
 LOCKSTEP_ONLY_TOGETHER = frozenset(
-    {"pause_scheduler", "resume_scheduler", "sleep", "execute_dummy_batch", "barrier"}
+    {"pause_scheduler", "resume_scheduler", "sleep", "wake_up", "execute_dummy_batch", "barrier"}
 )
-"""Methods that contain a collective: a member of a lockstep group that gets one alone waits for the
-others, and answers nothing any more (seen with vLLM 0.32)."""
+"""Methods that contain a collective (``wake_up`` resumes the scheduler): a member of a lockstep
+group that gets one alone waits for the others, and answers nothing any more (seen with vLLM
+0.32)."""
 
 
 def check_method(method: object) -> str:
@@ -277,6 +278,7 @@ def _timeout_error(dispatcher: Dispatcher, call: PendingCall, index: int) -> Cal
 
 def _report_interrupt(dispatcher: Dispatcher, call: PendingCall, exc: BaseException) -> None:
     """Say on the exception which engines had settled and which may still run the call."""
+    dispatcher.outbox.wakeup.poke()  # it may have come between the append and its poke
     dispatcher.registry.drain()
     now = time.monotonic()
     for index in tuple(call.waiting):

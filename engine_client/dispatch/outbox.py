@@ -9,9 +9,12 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-__all__ = ["Outbox", "Wakeup"]
+__all__ = ["LOOK_INTERVAL", "Outbox", "Wakeup"]
 
 T = TypeVar("T")
+
+LOOK_INTERVAL = 1.0
+"""Seconds after which the dispatcher looks into the outbox unasked."""
 
 
 class Wakeup:
@@ -68,8 +71,9 @@ class Wakeup:
 class Outbox(Generic[T]):
     """What callers hand to the dispatcher, in one order for all engines.
 
-    ``append`` checks that the outbox is open, wakes the dispatcher and enqueues, all under one
-    hold of the lock: nothing is accepted that a closing dispatcher would not see.
+    ``append`` checks that the outbox is open and enqueues under one hold of the lock: nothing is
+    accepted that a closing dispatcher would not see.  It wakes the dispatcher last, when it holds
+    nothing that the dispatcher would have to wait for.
     """
 
     __slots__ = ("_awake", "_lock", "_open", "_queue", "wakeup")
@@ -86,14 +90,19 @@ class Outbox(Generic[T]):
         with self._lock:
             if not self._open:
                 return False
-            # Wake first.  Interrupted after the write, the dispatcher wakes for nothing;
-            # interrupted the other way round, the item would lie there unseen.  The dispatcher
-            # waits for this lock before it looks.
-            if not self._awake:
-                self.wakeup.poke()
-                self._awake = True
             self._queue.append(item)
-            return True
+            awake, self._awake = self._awake, True
+        # Under the lock, the dispatcher would wake, wait for the lock, and wake once more: a fifth
+        # of a call's processor time.  Whoever is interrupted just before this line must poke, and
+        # if he is interrupted in that too, the dispatcher looks by itself (see LOOK_INTERVAL).
+        if not awake:
+            self.wakeup.poke()
+        return True
+
+    @property
+    def pending(self) -> bool:
+        """Whether something lies here; needs no lock (dispatcher only)."""
+        return bool(self._queue)
 
     def take(self) -> deque[T]:
         """Everything enqueued since the last time (dispatcher only)."""

@@ -96,21 +96,25 @@ def test_items_come_out_in_order_and_wake_once(
     assert list(outbox.take()) == ["d"]
 
 
-def test_the_dispatcher_is_woken_before_the_item_is_there(
+def test_an_interrupt_before_the_wake_up_leaves_the_item_to_be_found(
     outbox: Outbox[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An interrupt after the wake-up loses the item and not a wake-up: the next one wakes again."""
+    """The dispatcher looks unasked from time to time, and finds it in its place."""
 
     def interrupted(wakeup: Wakeup) -> None:
         raise KeyboardInterrupt
 
+    assert not outbox.pending
     with monkeypatch.context() as patch:
         patch.setattr(Wakeup, "poke", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            outbox.append("lost")
-    assert outbox.append("kept")
+            outbox.append("first")
+    assert outbox.pending
+    assert outbox.append("second")
+    assert list(outbox.take()) == ["first", "second"]
+    assert not outbox.pending
+    assert outbox.append("third")
     assert is_awake(outbox.wakeup.fd)
-    assert list(outbox.take()) == ["kept"]
 
 
 def test_a_closed_outbox_takes_nothing_and_hands_over_the_rest(outbox: Outbox[object]) -> None:
