@@ -122,6 +122,7 @@ def test_table_of_threads_and_locks_is_complete() -> None:
         for kind in re.findall(r"\b(?:threading|queue)\.[A-Z]\w+(?=\()", path.read_text())
     }
     assert made == {
+        "dispatcher: threading.Lock",
         "dispatcher: threading.Thread",
         "outbox: threading.Lock",
         "registry: threading.Lock",

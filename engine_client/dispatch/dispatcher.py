@@ -24,7 +24,7 @@ import zmq
 from engine_client.config import ClientConfig
 from engine_client.deadline import Deadline
 from engine_client.dispatch.core import Core, Side
-from engine_client.dispatch.outbox import Outbox
+from engine_client.dispatch.outbox import LOOK_INTERVAL, Outbox
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.sockets import Transport, read_monitor, subscribe
@@ -45,6 +45,8 @@ _NOBLOCK, _MORE, _SRCFD = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(
 """As plain integers: operations on pyzmq's enumerations cost as much as sending a frame."""
 _BATCH = 1000
 """Messages read from one socket before the others get their turn."""
+_AT_ONCE = 32
+"""Messages of engines that are taken before the first is delivered."""
 
 
 class ProcessOwner(Protocol):
@@ -267,7 +269,10 @@ class Dispatcher:
         clock = time.monotonic
         while not self._closers:
             timer = core.next_timer()
-            ready = sources.wait(None if timer is None else timer - clock())
+            wait = LOOK_INTERVAL
+            if timer is not None:
+                wait = min(wait, timer - clock())
+            ready = sources.wait(wait)
             now = clock()
             if outputs_fd in ready:
                 ready.discard(outputs_fd)
@@ -276,6 +281,7 @@ class Dispatcher:
             if wakeup_fd in ready:
                 ready.discard(wakeup_fd)
                 wakeup.drain()
+            if outbox.pending:
                 self._take_work(now)
             if registry.abandoned:
                 registry.drain()
@@ -354,29 +360,39 @@ class Dispatcher:
         outputs, registry = self._transport.sockets["output"], self.registry
         receive, completed = outputs.recv, registry.completed
         deliver, known = self.core.output, self.core.known("output")
-        for _ in itertools.repeat(None) if limit is None else itertools.repeat(None, limit):
-            try:
-                frame = receive(_NOBLOCK, False)
-            except zmq.Again:
-                return True
-            fd = _descriptor(frame)
-            frames = [frame.bytes]
-            while frame.more:
-                frame = receive(_NOBLOCK, False)
-                frames.append(frame.bytes)
-            if fd not in known:
-                self._read_monitors(now)
-            if not deliver(frames, fd, now, followed=False):
-                # Its connection surprises: the number may be another's by now.
-                self._read_monitors(now)
-                deliver(frames, fd, now)
-            if registry.completed != completed:
+        read = 0
+        more = True
+        while more and (limit is None or read < limit):
+            # Several are taken before the first is delivered: each receive lets go of the GIL, and
+            # a consumer that one output has woken would take it every time.
+            taken: list[tuple[list[bytes], int]] = []
+            while len(taken) < _AT_ONCE:
+                try:
+                    frame = receive(_NOBLOCK, False)
+                except zmq.Again:
+                    more = False
+                    break
+                fd = _descriptor(frame)
+                frames = [frame.bytes]
+                while frame.more:
+                    frame = receive(_NOBLOCK, False)
+                    frames.append(frame.bytes)
+                taken.append((frames, fd))
+            read += len(taken)
+            for frames, fd in taken:
+                if fd not in known:
+                    self._read_monitors(now)
+                if not deliver(frames, fd, now, followed=False):
+                    # Its connection surprises: the number may be another's by now.
+                    self._read_monitors(now)
+                    deliver(frames, fd, now)
+            if more and registry.completed != completed:
                 completed = registry.completed
                 # A caller was let go.  Another receive would give it the GIL in the middle of this
                 # thread's work, and each would wait for the other; a look gives nothing away.
                 if not has_input(outputs):
                     return True
-        return False
+        return not more
 
     def _read_monitors(self, now: float) -> None:
         """Learn of new connections; keep losses until the output socket has been read empty."""
