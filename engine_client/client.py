@@ -14,7 +14,7 @@ from engine_client import _render
 from engine_client.compensation import check_undo, raise_undone, undo
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
-from engine_client.dispatch.bootstrap import Opened, init_for, start
+from engine_client.dispatch.bootstrap import Opened, check_parallel_config, init_for, start
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.dispatch.sockets import plan_transport
 from engine_client.engines import EngineInfo, EngineInfos, Pending, Targets, engines_html
@@ -527,6 +527,7 @@ def connect(
     )
     if codec != "auto":
         codec_named(codec)  # tells at once when its package is missing
+    check_parallel_config(parallel_config)
     if address is None:  # an environment variable that is not set, say
         raise TypeError("address must be a string like 'tcp://127.0.0.1:5570', not None")
     bind = plan_transport(
@@ -575,8 +576,8 @@ def connect_bootstrapped(
             registers with an empty payload needs it said.
         context: as for :func:`connect`.
         **settings: ``timeout``, ``connect_timeout``, ``close_timeout``, ``max_message_size``,
-            ``max_unanswered_bytes``, ``heartbeat_interval`` and ``slow_call_warning``, as for
-            :func:`connect`.
+            ``max_pending_outputs``, ``max_unanswered_bytes``, ``heartbeat_interval`` and
+            ``slow_call_warning``, as for :func:`connect`.
 
     Raises:
         HandshakeTimeout: not all engines had registered in time.

@@ -31,7 +31,8 @@ def check_count(name: str, value: object, *, least: int, most: int | None = None
         ) from None
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} must be {bounds}, not {number}")
+        shown = f"{number}" if abs(number) < 2**64 else "an integer beyond 64 bits"
+        raise ValueError(f"{name} must be {bounds}, not {shown}")
     return number
 
 

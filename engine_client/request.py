@@ -22,6 +22,10 @@ from engine_client.tensors import Tensor, lift_tensors
 __all__ = ["EngineRequest"]
 
 
+_LEFT_OUT: Any = type("_LeftOut", (), {"__repr__": lambda _: "<left out>"})()
+"""Parameters that were not given, unlike an explicit None; no request keeps it."""
+
+
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
@@ -38,9 +42,9 @@ class EngineRequest:
     request_id: str
     """The caller's name for it; unique among this client's live requests."""
     prompt_token_ids: Sequence[int] | None = None
-    sampling_params: SamplingParams | None = None
-    """Left out together with ``pooling_params``: ``SamplingParams()``."""
-    pooling_params: PoolingParams | None = None
+    sampling_params: SamplingParams | None = _LEFT_OUT
+    """Left out together with ``pooling_params``: ``SamplingParams()``; both None is refused."""
+    pooling_params: PoolingParams | None = _LEFT_OUT
     mm_features: Sequence[Mapping[str, Any]] | None = None
     """Multimodal inputs, in the protocol's maps; arrays in them are :class:`Tensor`."""
     arrival_time: float | None = None
@@ -66,6 +70,7 @@ class EngineRequest:
     """The prompt as text, instead of ``prompt_token_ids``; sending it needs a tokenizer."""
 
     def __post_init__(self) -> None:
+        self._fill_parameters()
         if not isinstance(self.request_id, str):
             raise TypeError(f"request_id must be a string, not {self.request_id!r}")
         if not self.request_id:
@@ -122,6 +127,19 @@ class EngineRequest:
             raise TypeError(f"prompt_is_token_ids must be a sequence of True and False: {kinds!r}")
         if self.mm_features is not None:
             self._check_features(self.mm_features)
+
+    def _fill_parameters(self) -> None:
+        given = (self.sampling_params, self.pooling_params)
+        if given == (None, None):
+            raise RequestRefusedError(
+                "sampling_params and pooling_params are both None: give one, or leave both out"
+            )
+        if given[0] in (None, _LEFT_OUT) and given[1] in (None, _LEFT_OUT):
+            object.__setattr__(self, "sampling_params", SamplingParams())
+        elif given[0] is _LEFT_OUT:
+            object.__setattr__(self, "sampling_params", None)
+        if given[1] is _LEFT_OUT:
+            object.__setattr__(self, "pooling_params", None)
 
     @staticmethod
     def _check_features(features: Any) -> None:
@@ -188,8 +206,6 @@ class EngineRequest:
             wave: of a lockstep group.
         """
         sampling, pooling = self.sampling_params, self.pooling_params
-        if sampling is None and pooling is None:
-            sampling = SamplingParams()
         params = None if sampling is None else sampling.to_plain()
         if params and "prompt_logprob_token_ids" in params:
             params = lift_tensors(params, frames)

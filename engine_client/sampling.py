@@ -29,7 +29,11 @@ POOLING_TASKS = (
 
 
 def _refuse(name: str, wanted: str, value: object) -> None:
-    raise RequestRefusedError(f"{name} must be {wanted}, not {value!r}")
+    try:
+        shown = repr(value)
+    except ValueError:  # an integer that is too long to print
+        shown = "an integer beyond 64 bits"
+    raise RequestRefusedError(f"{name} must be {wanted}, not {shown}")
 
 
 def check_int(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
@@ -54,8 +58,12 @@ def check_float(
 ) -> None:
     """Refuse what is not a finite number within its range."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (number and math.isfinite(value) and good(value)):
-        _refuse(name, wanted, value)
+    try:
+        if number and math.isfinite(value) and good(value):
+            return
+    except OverflowError:  # an integer beyond the floats
+        pass
+    _refuse(name, wanted, value)
 
 
 def check_token_ids(name: str, value: object, *, optional: bool = True) -> None:

@@ -39,6 +39,8 @@ _FORMATS: dict[str, Any] = {
     "<f4": "f",
     "<f8": "d",
 }
+MAX_LIFT_DEPTH = 100
+"""How deep a structure with arrays in it may nest."""
 _HALF = ("float16", "<f2")
 """No memory view can be cast to it."""
 _SIZES = {"float16": 2, "<f2": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -140,18 +142,24 @@ def _item_size(dtype: str) -> int | None:
     return _SIZES.get(dtype)
 
 
-def lift_tensors(value: Any, frames: list[bytes]) -> Any:
+def lift_tensors(value: Any, frames: list[bytes], *, depth: int = 0) -> Any:
     """Replace every :class:`Tensor` in a structure by its record, its bytes added to ``frames``.
 
     Args:
         value: lists, tuples and mappings are walked; all else is returned as it is.
         frames: the frames behind the main one, extended here.
+        depth: how many containers it is in.
+
+    Raises:
+        EncodeError: it nests too deep.
     """
+    if depth > MAX_LIFT_DEPTH:
+        raise EncodeError(f"a structure nests deeper than {MAX_LIFT_DEPTH} levels, or holds itself")
     if isinstance(value, Tensor):
         frames.append(bytes(value.data))
         return [value.dtype, list(value.shape), len(frames)]
     if isinstance(value, Mapping):
-        return {key: lift_tensors(item, frames) for key, item in value.items()}
+        return {key: lift_tensors(item, frames, depth=depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [lift_tensors(item, frames) for item in value]
+        return [lift_tensors(item, frames, depth=depth + 1) for item in value]
     return value

@@ -20,8 +20,9 @@ from engine_client.dispatch.waiting import uninterrupted
 from engine_client.engines import engine_names
 from engine_client.errors import HandshakeTimeout
 from engine_client.wire.messages import Init
+from engine_client.wire.plain import plain
 
-__all__ = ["Opened", "init_for", "start"]
+__all__ = ["Opened", "check_parallel_config", "init_for", "start"]
 
 logger = logging.getLogger("engine_client")
 
@@ -43,6 +44,29 @@ class Opened:
     """Who started the engines; None when somebody else did."""
     coordinator_address: str | None = None
     """Of an external coordinator, where it is known beforehand."""
+
+
+def check_parallel_config(config: object) -> None:
+    """Refuse what would end an engine as it starts, before any engine hears of it.
+
+    Raises:
+        TypeError: not a mapping from strings to what an engine accepts.
+        EncodeError: a value that cannot be sent.
+    """
+    if config is None:
+        return
+    if not isinstance(config, Mapping):
+        raise TypeError(f"parallel_config must be a mapping or None, not {type(config).__name__}")
+    for key, value in config.items():
+        kind = type(value).__name__
+        if not isinstance(key, str):
+            raise TypeError(f"parallel_config must have strings as keys, not {key!r}")
+        if isinstance(value, bool) or not isinstance(value, (int, str, list, tuple)):
+            raise TypeError(
+                f"parallel_config[{key!r}] must be an integer, a string or a list, not a {kind}: "
+                f"an engine does not start with it"
+            )
+        plain(value, f"parallel_config[{key!r}]")
 
 
 def init_for(transport: Transport, parallel_config: Mapping[str, Any] | None) -> Init:

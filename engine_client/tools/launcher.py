@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from engine_client.client import EngineClient
 from engine_client.config import ClientConfig, CodecName, Settings
-from engine_client.dispatch.bootstrap import Opened, init_for, start
+from engine_client.dispatch.bootstrap import Opened, check_parallel_config, init_for, start
 from engine_client.dispatch.sockets import PRIVATE, plan_transport
 from engine_client.wire.codec import codec_named
 
@@ -315,8 +315,8 @@ def launch(
         coordinator: as for ``connect()``.
         parallel_config: as for ``connect()``.
         **settings: ``timeout``, ``connect_timeout``, ``close_timeout``, ``max_message_size``,
-            ``max_unanswered_bytes``, ``heartbeat_interval`` and ``slow_call_warning``, as for
-            ``connect()``.
+            ``max_pending_outputs``, ``max_unanswered_bytes``, ``heartbeat_interval`` and
+            ``slow_call_warning``, as for ``connect()``.
 
     Raises:
         HandshakeError: an engine exited before it was ready; the text has its exit code and last
@@ -328,6 +328,7 @@ def launch(
     )
     if codec != "auto":
         codec_named(codec)
+    check_parallel_config(parallel_config)
     if isinstance(command, str):
         raise TypeError(f"command must be a list of words, not {command!r}; see shlex.split()")
     if address is None:

@@ -75,6 +75,13 @@ def verify_plain(value: Plain, dialect: str) -> None:
                 add(child)
 
 
+MAX_ITEMS: Final = 2**26
+"""How many items an argument may hold in all.  A list counts each time that it is met: with one in
+which every list holds the next one twice, 50 levels would take years, and more memory than there
+is."""
+_COSTS: Final = tuple(min(2 ** (level + 1), 256) for level in range(MAX_DEPTH))
+"""What a container counts for, in items, by its level: deep down there are few, unless shared."""
+
 _LOWEST, _HIGHEST = -(2**63), 2**64 - 1
 _Path = tuple[Any, ...]  # (parent path, suffix), or (name,) at the root: built without formatting
 
@@ -89,17 +96,17 @@ def plain(value: object, path: str = "argument") -> Plain:
     Raises:
         EncodeError: it holds something that cannot be sent; the text names the path to it.
     """
-    return _plain(value, (path,), 0)
+    return _plain(value, (path,), 0, [MAX_ITEMS])
 
 
-def _plain(value: object, path: _Path, depth: int) -> Plain:
+def _plain(value: object, path: _Path, depth: int, left: list[int]) -> Plain:
     kind = type(value)
     if kind in _SAFE:
         return value
     convert = _CONVERT.get(kind)
     if convert is None:
         convert = next((_CONVERT[base] for base in kind.__mro__ if base in _CONVERT), _unknown)
-    return convert(value, path, depth)
+    return convert(value, path, depth, left)
 
 
 def _fail(path: _Path, reason: str) -> NoReturn:
@@ -121,13 +128,13 @@ def _key_text(key: object) -> str:
 _IN_SET: Final = object()
 
 
-def _integer(value: int, path: _Path, depth: int) -> int:
+def _integer(value: int, path: _Path, depth: int, left: list[int]) -> int:
     if not _LOWEST <= value <= _HIGHEST:
         _fail(path, "is an integer beyond 64 bits; send it as a string")
     return int.__int__(value)
 
 
-def _string(value: str, path: _Path, depth: int) -> str:
+def _string(value: str, path: _Path, depth: int, left: list[int]) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -139,37 +146,41 @@ def _string(value: str, path: _Path, depth: int) -> str:
     return str.__str__(value)
 
 
-def _view(value: Plain, path: _Path, depth: int) -> bytes:
+def _view(value: Plain, path: _Path, depth: int, left: list[int]) -> bytes:
     try:
         return bytes(memoryview(value))
     except ValueError as error:
         _fail(path, f"is a {type(value).__name__} that cannot be read: {error}")
 
 
-def _deeper(path: _Path, depth: int) -> int:
+def _deeper(size: int, path: _Path, depth: int, left: list[int]) -> int:
+    """Enter a container of so many items."""
     if depth >= MAX_DEPTH:
         _fail(path, f"nests deeper than {MAX_DEPTH} levels, or holds itself")
+    left[0] -= size + _COSTS[depth]
+    if left[0] < 0:
+        _fail(path, "is one item too many: the argument holds too much, or one list many times")
     return depth + 1
 
 
-def _list(value: Plain, path: _Path, depth: int) -> list[Any]:
-    depth = _deeper(path, depth)
+def _list(value: Plain, path: _Path, depth: int, left: list[int]) -> list[Any]:
+    depth = _deeper(len(value), path, depth, left)
     items = list(value)
     kinds = set(map(type, items))
     if kinds <= _SAFE:
         return items
     if kinds == {int} and min(items) >= _LOWEST and max(items) <= _HIGHEST:
         return items
-    return [_plain(item, (path, index), depth) for index, item in enumerate(items)]
+    return [_plain(item, (path, index), depth, left) for index, item in enumerate(items)]
 
 
-def _set(value: Plain, path: _Path, depth: int) -> list[Any]:
-    depth = _deeper(path, depth)
-    return [_plain(item, (path, _IN_SET), depth) for item in list(value)]
+def _set(value: Plain, path: _Path, depth: int, left: list[int]) -> list[Any]:
+    depth = _deeper(len(value), path, depth, left)
+    return [_plain(item, (path, _IN_SET), depth, left) for item in list(value)]
 
 
-def _dict(value: dict[Any, Any], path: _Path, depth: int) -> dict[Any, Any]:
-    depth = _deeper(path, depth)
+def _dict(value: dict[Any, Any], path: _Path, depth: int, left: list[int]) -> dict[Any, Any]:
+    depth = _deeper(len(value), path, depth, left)
     result = {}
     for key, item in list(value.items()):
         if isinstance(key, bool) or not isinstance(key, (str, int)):
@@ -178,11 +189,11 @@ def _dict(value: dict[Any, Any], path: _Path, depth: int) -> dict[Any, Any]:
                 f"is a dict with a key of type {type(key).__name__}; "
                 f"keys must be strings or integers",
             )
-        result[_plain(key, (path, key), depth)] = _plain(item, (path, key), depth)
+        result[_plain(key, (path, key), depth, left)] = _plain(item, (path, key), depth, left)
     return result
 
 
-def _unknown(value: object, path: _Path, depth: int) -> NoReturn:
+def _unknown(value: object, path: _Path, depth: int, left: list[int]) -> NoReturn:
     kind = type(value)
     advice = "send None, bool, int, float, str, bytes, list or dict"
     if kind.__module__.partition(".")[0] in ("numpy", "torch", "jax", "jaxlib"):
@@ -197,7 +208,7 @@ def _unknown(value: object, path: _Path, depth: int) -> NoReturn:
 
 
 _SAFE: Final = frozenset({type(None), bool, float, bytes})
-_CONVERT: Final[dict[type, Callable[[Any, _Path, int], Any]]] = {
+_CONVERT: Final[dict[type, Callable[[Any, _Path, int, list[int]], Any]]] = {
     int: _integer,
     str: _string,
     list: _list,
@@ -208,5 +219,5 @@ _CONVERT: Final[dict[type, Callable[[Any, _Path, int], Any]]] = {
     bytearray: _view,
     memoryview: _view,
     bytes: _view,
-    float: lambda value, path, depth: float.__float__(value),
+    float: lambda value, path, depth, left: float.__float__(value),
 }
