@@ -38,7 +38,11 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log probabilities of n positions with k + 1 candidates each; column 0 is the token taken."""
+    """Log probabilities of n positions with k + 1 candidates each; column 0 is the token taken.
+
+    An engine that runs this request together with one that asked for more may send more columns:
+    the first k + 1 are this one's.
+    """
 
     token_ids: Tensor
     """Shape (n, k + 1)."""
