@@ -24,6 +24,9 @@ a reply that it cannot send leaves it mute.  What it does wrong on purpose is to
                                 many had something to do
 ==============================  =================================================================
 
+With a registration that says ``data_parallel_size`` above 1, and a place to meet, it steps in
+lockstep with the others of its group: see ``mock_lockstep.py``.
+
 Generation requests are run as ``mock_scheduler.py`` describes, and generate what
 ``mock_tokens.generate_tokens`` says; :class:`EngineOptions` has how long a step takes, whether
 statistics are sent, and more.  What a vLLM engine dies of kills this one: a request whose id is
@@ -49,11 +52,18 @@ from engine_client.errors import ProtocolError
 from engine_client.tools.faults import FaultPlan, FaultRule
 from engine_client.tools.mock_calls import Calls
 from engine_client.tools.mock_endings import Endings, complain
+from engine_client.tools.mock_lockstep import LockstepRank, Meeting
 from engine_client.tools.mock_log import MessageLog, Received
 from engine_client.tools.mock_methods import Deferred, EngineModel
 from engine_client.tools.mock_options import EngineOptions
 from engine_client.tools.mock_requests import Died, Requests
-from engine_client.tools.mock_sockets import STOP_LINGER_MS, Ended, EngineSockets, Socket
+from engine_client.tools.mock_sockets import (
+    COORDINATOR_READY,
+    STOP_LINGER_MS,
+    Ended,
+    EngineSockets,
+    Socket,
+)
 from engine_client.wire.codec import codec_named
 from engine_client.wire.handshake import EngineHandshake
 from engine_client.wire.messages import Init, RequestType
@@ -146,6 +156,8 @@ class MockEngine:
             "mock_step": self._requests.step_now,
         }
         self._thread: threading.Thread | None = None
+        self._meeting: Meeting | None = None
+        self._rank: LockstepRank | None = None
 
     # -- life ------------------------------------------------------------------------------------
 
@@ -198,7 +210,10 @@ class MockEngine:
             self._sockets.open()
             self._start_up()
             try:
-                self._serve()
+                if self._rank is None:
+                    self._serve()
+                else:
+                    self._rank.serve(self._take)
             except Ended:
                 if self._sockets.stopping:
                     self._requests.end_all()  # as a vLLM engine does at SIGTERM
@@ -210,6 +225,8 @@ class MockEngine:
         except Ended as ended:
             linger_ms, code = ended.linger_ms, ended.code
         finally:
+            if self._meeting is not None:
+                self._meeting.close()
             self._sockets.close(linger_ms)
             self.exit_code = code
         return code
@@ -222,6 +239,9 @@ class MockEngine:
         handshake = EngineHandshake(local=self._local, headless=not self._local)
         channel: Socket | None = None
         inputs, outputs = self._bootstrap
+        options = self.model.options
+        coordinator = options.coordinator_input, options.coordinator_output
+        meeting = options.meeting
         if self._address is not None:
             channel = sockets.connect_handshake(self._address)
             self._announce("HELLO", channel, encode(handshake.hello().to_plain()))
@@ -229,15 +249,42 @@ class MockEngine:
             handshake.receive(init)
             inputs, outputs = init.inputs, init.outputs
             self.ready["dp_stats_address"] = init.frontend_stats_publish_address
+            coordinator = (
+                init.coordinator_input or coordinator[0],
+                init.coordinator_output or coordinator[1],
+            )
+            meeting = _meeting_of(init) or meeting
+        if coordinator[1] is not None:
+            sockets.connect_reports(coordinator[1])
+            self.model.scheduler.coordinated = True
+        if self.model.lockstep and meeting is not None:
+            self._join(meeting, coordinated=coordinator[1] is not None)
         sockets.connect_inputs(inputs)
+        if coordinator[0] is not None:
+            sockets.subscribe(coordinator[0])
         registration = encode(self.ready)
         for socket in sockets.inputs.copy():
             self._announce("REGISTRATION", socket, registration)
+        sockets.await_coordinator()
         sockets.connect_outputs(outputs)
         if channel is not None:
             handshake.registration(self.ready)
             self._announce("READY", channel, encode(handshake.ready().to_plain()))
             channel.close()
+
+    def _join(self, address: str, *, coordinated: bool) -> None:
+        """Become a rank of a lockstep group."""
+        size = self.ready["data_parallel_size"]
+        self._meeting = Meeting(address, self.index, size, self._sockets)
+        self._meeting.open()
+        self._rank = LockstepRank(
+            self.model,
+            self._codec,
+            self._sockets,
+            self._requests,
+            self._meeting,
+            coordinated=coordinated,
+        )
 
     def _await_init(self, channel: Socket) -> Init:
         if not self._sockets.pause(self._init_timeout, until=channel):
@@ -318,6 +365,16 @@ class MockEngine:
                 self._requests.step()
         scheduler.settle_idle()
 
+    def _take(self, frames: list[bytes]) -> None:
+        """Keep and handle one message, of a client or of the coordinator."""
+        if self._sockets.stopping:
+            raise Ended(0, STOP_LINGER_MS)
+        if frames == [COORDINATOR_READY]:
+            return
+        if self._log is not None:
+            self._log.record(frames)
+        self._handle(frames)
+
     def _handle(self, frames: list[bytes]) -> None:
         """Handle one message of whatever kind."""
         if self._endings.silent:
@@ -333,6 +390,12 @@ class MockEngine:
         """Never receive anything any more, and never answer."""
         self._sockets.deafen()
         return Deferred()
+
+
+def _meeting_of(init: Init) -> str | None:
+    config = init.parallel_config
+    host, port = config.get("data_parallel_master_ip"), config.get("data_parallel_master_port")
+    return f"{host}:{port}" if host and port else None
 
 
 def _addresses(value: str | Sequence[str] | None) -> tuple[str, ...]:

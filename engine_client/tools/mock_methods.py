@@ -20,7 +20,7 @@ import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Literal, Protocol, final
 
 from engine_client.tools.mock_lora import read_adapter
 from engine_client.tools.mock_options import EngineOptions, default_ready
@@ -55,6 +55,22 @@ class Deferred:
             taker(self._result)
 
 
+class Member(Protocol):
+    """What a rank of a lockstep group does in calls."""
+
+    def pause(self) -> None:
+        """Step until all have been told to pause."""
+
+    def may_resume(self) -> bool:
+        """Whether there is anything to resume."""
+
+    def resume(self) -> None:
+        """Meet the others, and go on."""
+
+    def meet(self, purpose: Literal["batch", "barrier"]) -> None:
+        """Wait for the others."""
+
+
 class EngineModel:
     """The state of one simulated engine; its public methods are its utility methods.
 
@@ -78,6 +94,8 @@ class EngineModel:
         """A worker that fails with a text at the next thing that the workers do."""
         self.end_requests: Callable[[], None] = lambda: None
         """Ends every request and tells the clients; set by the engine."""
+        self.member: Member | None = None
+        """Its part in a lockstep group whose ranks meet."""
         self._reconfiguring = False
 
     @cached_property
@@ -92,7 +110,7 @@ class EngineModel:
     def methods(self) -> dict[str, Method]:
         """The utility methods by name."""
         names = {name for name in dir(type(self)) if not name.startswith("_")}
-        names -= {"methods", "workers", "lockstep"}
+        names -= {"methods", "workers", "lockstep", "member"}
         if not self.lockstep:
             names -= _LOCKSTEP_ONLY
         found = ((name, getattr(self, name)) for name in names)
@@ -153,6 +171,11 @@ class EngineModel:
 
     def resume_scheduler(self) -> None:
         """Go on."""
+        if self.member is not None:
+            if self.member.may_resume():
+                self.scheduler.pause = Pause.NOT
+                self.member.resume()
+            return
         if self.lockstep and self.is_scheduler_paused() and self.scheduler.has_work:
             raise RuntimeError(
                 "resume_scheduler called while pause is still in flight. Wait for the pause future "
@@ -207,7 +230,9 @@ class EngineModel:
         if mode == "abort":
             self.end_requests()
         self.scheduler.pause = Pause.ALL if mode == "keep" else Pause.NEW
-        if not self.scheduler.has_work:
+        if self.member is not None:
+            self.member.pause()
+        elif not self.scheduler.has_work:
             finish()
             return None
         deferred = Deferred()
@@ -302,6 +327,8 @@ class EngineModel:
 
     def execute_dummy_batch(self) -> None:
         """Make a step without requests."""
+        if self.member is not None:
+            self.member.meet("batch")
         self._on_workers("execute_dummy_batch")
 
     def _on_workers(self, method: str, *args: Any) -> list[Any]:
@@ -310,7 +337,9 @@ class EngineModel:
     # -- members of a lockstep group only ------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait for the other members: they are not simulated."""
+        """Wait for the other members."""
+        if self.member is not None:
+            self.member.meet("barrier")
 
     def reinitialize_distributed(self, reconfig_request: Any) -> str:
         """Begin a change of the group's size."""

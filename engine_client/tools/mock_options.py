@@ -58,6 +58,12 @@ class EngineOptions:
     """Send scheduler statistics with every step, and the events of requests."""
     coordinated: bool = False
     """Behave as an engine with a coordinator: name the requests that ended."""
+    coordinator_input: str | None = None
+    """Where a coordinator publishes to engines, if INIT does not say so."""
+    coordinator_output: str | None = None
+    """Where a coordinator hears engines, likewise."""
+    meeting: str | None = None
+    """Where the ranks of a lockstep group meet (``mock_lockstep.py``), likewise."""
     vocab_size: int = 512
     supported_tasks: tuple[str, ...] = ("generate",)
     max_cpu_loras: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from engine_client.errors import ProtocolError
 from engine_client.tools.faults import OUTPUTS, FaultPlan
@@ -25,6 +25,20 @@ EXECUTOR_FAILED = b"\x04"
 """Internal to vLLM; from a client it kills the engine."""
 WAKEUP = b"\x05"
 """Internal to vLLM; from a client it does nothing."""
+
+
+_WAVE = 12
+"""Where a request is stamped with a wave."""
+
+
+class Member(Protocol):
+    """What a rank of a lockstep group is told of its messages."""
+
+    def added(self, wave: int) -> None:
+        """A request came that was stamped with a wave."""
+
+    def woken(self, payload: Any) -> None:
+        """START_DP_WAVE came."""
 
 
 class Died(BaseException):
@@ -62,6 +76,8 @@ class Requests:
         self._faults = faults
         self._endings = endings
         self._calls = calls
+        self.member: Member | None = None
+        """The engine's part in a lockstep group, if it is in one."""
         model.end_requests = self.end_all
 
     # -- messages --------------------------------------------------------------------------------
@@ -101,8 +117,12 @@ class Requests:
             raise RuntimeError("Executor failed.")
         if request is not None:
             self._scheduler.add(request)
+            if self.member is not None:
+                self.member.added(payload[_WAVE] if len(payload) > _WAVE else 0)
         elif message == "ABORT":
             self._scheduler.abort(payload)
+        elif message == "START_DP_WAVE" and self.member is not None:
+            self.member.woken(payload)
         if rule is not None and rule.after_reply:
             self._endings.end_as(rule)
 
@@ -114,8 +134,8 @@ class Requests:
 
     # -- steps -----------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Make one step.
+    def step(self) -> bool:
+        """Make one step; return whether there was something to compute.
 
         Raises:
             Exception: what kills a real engine.
@@ -128,6 +148,7 @@ class Requests:
                 self._take_aborts()
         batches = self._scheduler.end_step(scheduled, self._arrays)
         self._send(batches, weight_version=self._model.weight_version)
+        return bool(scheduled)
 
     def step_now(self, count: int = 1) -> int:
         """Make steps while there is work; return how many were made.

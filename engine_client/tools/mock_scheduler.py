@@ -71,6 +71,8 @@ class Scheduler:
         self._use_adapter = use_adapter
         self._waiting: deque[LiveRequest] = deque()
         self._running: list[LiveRequest] = []
+        self.coordinated = options.coordinated
+        """Whether it tells which requests ended."""
         self.unsettled = False
         """Whether requests ended since the last step: one more is made to clear up."""
         self._ended: dict[int, list[str]] = {}
@@ -94,6 +96,11 @@ class Scheduler:
     def running(self) -> int:
         """How many requests hold blocks."""
         return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """How many requests are queued."""
+        return len(self._waiting)
 
     def when_idle(self, callback: Callable[[], None]) -> None:
         """Have something done once there is no work left."""
@@ -137,7 +144,7 @@ class Scheduler:
             request = self.live.get(request_id)
             if request is not None:
                 self._end(request)
-                if self._options.coordinated:
+                if self.coordinated:
                     self._ended.setdefault(request.client, []).append(request.id)
 
     def end_all(self, arrays: Callable[[], MessageArrays]) -> dict[int, Batch]:
@@ -239,7 +246,7 @@ class Scheduler:
             batch.outputs.append(output)
             if ended:
                 self._end(request)
-                if self._options.coordinated:
+                if self.coordinated:
                     self._ended.setdefault(request.client, []).append(request.id)
         for client, ids in self._ended.items():
             batches.setdefault(client, Batch(arrays())).finished = ids

@@ -23,6 +23,9 @@ OUTPUT_LINGER_MS = 4000
 STOP_LINGER_MS = 500
 """How long an engine that was told to stop tries to deliver what it has sent."""
 
+SUBSCRIBE = b"\x01"
+COORDINATOR_READY = b"READY"
+"""What a coordinator publishes once every engine has subscribed; engines ignore later ones."""
 STOP = b"stop"
 """Only wakes a receive: what counts is ``stopping``."""
 
@@ -47,6 +50,8 @@ class EngineSockets:
     def __init__(self, identity: bytes) -> None:
         self.inputs: list[Socket] = []
         self.outputs: list[Socket] = []
+        self._subscription: Socket | None = None
+        self._reports: Socket | None = None
         self.stopping = False
         self.receive: Callable[[], list[bytes]] = self._receive_polling
         self._identity = identity
@@ -110,6 +115,38 @@ class EngineSockets:
             self.outputs.append(output)
         self._choose_receive()
 
+    def subscribe(self, address: str) -> None:
+        """Connect to a coordinator and say so."""
+        self._subscription = self._socket(zmq.XSUB, 0)
+        self._subscription.ipv6 = "[" in address
+        self._subscription.connect(address)
+        self._subscription.send(SUBSCRIBE)
+
+    def await_coordinator(self) -> None:
+        """Wait until the coordinator says READY; what it says from then on is received.
+
+        Raises:
+            Ended: ``stop()`` was called.
+        """
+        subscription = self._subscription
+        if subscription is None:
+            return
+        self.pause(None, until=subscription)
+        if subscription.recv_multipart() != [COORDINATOR_READY]:
+            raise Ended(1)
+        self.inputs.append(subscription)
+
+    def connect_reports(self, address: str) -> None:
+        """Connect to where a coordinator hears of the group."""
+        self._reports = self._socket(zmq.PUSH, OUTPUT_LINGER_MS)
+        self._reports.ipv6 = "[" in address
+        self._reports.connect(address)
+
+    def report(self, frames: list[bytes]) -> None:
+        """Send to the coordinator, if there is one."""
+        if self._reports is not None and not self._muted:
+            self._reports.send_multipart(frames)
+
     def send(self, client: int, frames: list[bytes]) -> None:
         """Send to one client.
 
@@ -160,7 +197,7 @@ class EngineSockets:
         heapq.heappush(self._later, entry)
         self._choose_receive()
 
-    def pause(self, seconds: float | None, *, until: Socket | None = None) -> bool:
+    def pause(self, seconds: float | None, *, until: Socket | int | None = None) -> bool:
         """Wait; return whether ``until`` became readable.
 
         Raises:
