@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from engine_client.dispatch.lockstep import LockstepGroup, Outgoing
+from engine_client.dispatch.lockstep import PAUSES, RESUMES, LockstepGroup, Outgoing
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.waiting import PendingCall, Startup
@@ -85,6 +85,7 @@ FENCE_DELAY = 0.1
 asked."""
 LAST_WORDS = 0.01
 """Seconds that the last output of an engine gets to arrive after its input connection was lost."""
+PAUSE_OR_RESUME = PAUSES | RESUMES
 REMIND_DELAYS = (0.2, 5.0)
 """Seconds until a lockstep group that was woken and has not confirmed it is woken again: at first,
 and, doubled each time, at most."""
@@ -613,8 +614,7 @@ class Core:
                 and self.registry.engines[i].alive
                 and self.registry.engines[i].in_lockstep
             ]
-        if record.in_lockstep:
-            self.group.reset()
+        held = self.group.reset() if record.in_lockstep else []
         sides: set[Side] = set()
         if lost is not None and len(group) == 1:
             sides = {lost} if peer.leaving is None else {lost, "input"}
@@ -629,6 +629,8 @@ class Core:
                 self._repeat(self._try_revive, now, PROBE_DELAYS[1:])
             else:
                 member.handshake = ClientHandshake(bootstrapped=self._init is None)
+        for call in held:
+            self._send_call(call, now)
         if not self.startup.finished:
             logger.warning("engine %d was lost during the start; waiting for it", peer.index)
         for member in group:
@@ -916,6 +918,7 @@ class Core:
             if followed:
                 self.stats.received += 1
                 self._bad_output(connection, fd, main, exc, now)
+                self._send_released(now)
             return followed
         self.stats.received += 1
         self._accept(message, frames, peer, now)
@@ -952,6 +955,12 @@ class Core:
             else:
                 self.stats.late_replies += 1
                 logger.debug("late reply of engine %d to call %d dropped", index, call_id)
+        if self.group.held:
+            self._send_released(now)
+
+    def _send_released(self, now: float) -> None:
+        for call in self.group.released():
+            self._send_call(call, now)
 
     def _group_is_live(self) -> bool:
         engines = self.registry.engines
@@ -1165,6 +1174,11 @@ class Core:
 
         It is sent even if its caller has left: engines in lockstep wedge when some get it only.
         """
+        if call.method in PAUSE_OR_RESUME and self.group.holds(call):
+            return
+        self._send_call(call, now)
+
+    def _send_call(self, call: PendingCall, now: float) -> None:
         self.stats.calls += 1
         engines = self.registry.engines
         append = self.outgoing.append

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -31,13 +32,18 @@ from engine_client.wire.codec import Codec, codec_named
 from engine_client.wire.messages import Outputs, RequestType, StartWave
 from engine_client.wire.waves import Wake, WavePhase, WaveState
 
-__all__ = ["COORDINATOR_READY", "LockstepGroup", "Outgoing"]
+__all__ = ["COORDINATOR_READY", "PAUSES", "RESUMES", "LockstepGroup", "Outgoing"]
 
 logger = logging.getLogger("engine_client")
 
 COORDINATOR_READY = b"READY"
 """What a coordinator publishes once every engine has subscribed."""
 SUBSCRIBE = b"\x01"
+PAUSES = frozenset({"pause_scheduler", "sleep"})
+"""A rank that is told to pause steps on until all have been told; then it answers."""
+RESUMES = frozenset({"resume_scheduler", "wake_up"})
+"""A rank that is told to resume waits for the others; one whose pause is not complete refuses, and
+then the others wait for ever."""
 
 
 class Outgoing(NamedTuple):
@@ -79,6 +85,10 @@ class LockstepGroup:
         self.state = WaveState()
         self._engine_count = engine_count
         self._subscriptions = 0
+        self.held: deque[PendingCall] = deque()
+        """Calls that are sent once the group's pause is complete; in order."""
+        self._pauses: set[int] = set()
+        """Call ids of pauses that were sent."""
 
     def members(self) -> list[int]:
         """The living engines in lockstep."""
@@ -88,9 +98,46 @@ class LockstepGroup:
             if engine.alive and engine.in_lockstep
         ]
 
-    def reset(self) -> None:
-        """The group died; a new one begins at wave 0."""
+    def reset(self) -> list[PendingCall]:
+        """The group died; a new one begins at wave 0.  Return the calls that were held."""
         self.state = WaveState()
+        self._stats.wave = 0
+        self._pauses.clear()
+        held = list(self.held)
+        self.held.clear()
+        return held
+
+    # -- pauses -----------------------------------------------------------------------------------
+
+    def holds(self, call: PendingCall) -> bool:
+        """Whether a call must wait for the group's pause to be complete; then it is kept here.
+
+        Ranks end a pause in one step, but read their messages apart: a resume that comes before the
+        answers is refused by one rank, and leaves another waiting for it; of a second pause one
+        rank knows when the first ends, and another steps alone for it later.
+        """
+        engines = self._registry.engines
+        if not any(engines[index].in_lockstep for index in call.targets):
+            return False
+        if not self.held and self._may_go(call):
+            return False
+        self.held.append(call)
+        return True
+
+    def released(self) -> list[PendingCall]:
+        """Take the calls that may be sent now."""
+        found = []
+        while self.held and self._may_go(self.held[0]):
+            found.append(self.held.popleft())
+        return found
+
+    def _may_go(self, call: PendingCall) -> bool:
+        self._pauses = self._registry.unanswered(self._pauses)
+        if self._pauses:
+            return False
+        if call.method in PAUSES:
+            self._pauses.add(call.call_id)
+        return True
 
     # -- what happens -----------------------------------------------------------------------------
 

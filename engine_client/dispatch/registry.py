@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from engine_client.dispatch.waiting import PendingCall
@@ -211,6 +211,15 @@ class Registry:
         """The first call that an engine has not answered, whether or not somebody waits for it."""
         with self.lock:
             return next(iter(self.engines[index].sent.values()), None)
+
+    def unanswered(self, call_ids: Collection[int]) -> set[int]:
+        """Those calls that a living engine has not answered, whether or not somebody waits."""
+        with self.lock:
+            return {
+                call_id
+                for call_id in call_ids
+                if any(call_id in engine.sent for engine in self.engines.values())
+            }
 
     def flooded(self, engine: EngineRecord) -> NotSentError | None:
         """Why an engine is sent no more; None where it is.  Requires the lock."""

@@ -98,7 +98,10 @@ def test_a_publish_does_not_end_the_reminders() -> None:
 
 
 class Rank(NamedTuple):
-    """One rank: what it knows, what is on its way to it, what it has said."""
+    """One rank: what it knows, what is on its way to it, what it has said.
+
+    Each message is a tuple; if it names a wave, that comes second.
+    """
 
     wave: int = 0
     running: bool = False
@@ -119,10 +122,6 @@ class Rank(NamedTuple):
     """To the client."""
     reports: tuple[Any, ...] = ()
     """To the coordinator."""
-
-
-CHANNELS = slice(Rank._fields.index("inbox"), None)
-"""Each message is a tuple; if it names a wave, that comes second."""
 
 
 class World(NamedTuple):
@@ -430,7 +429,13 @@ def rebased(world: World) -> World:
         return tuple((m[0], max(0, m[1] - least), *m[2:]) if len(m) > 1 else m for m in queue)
 
     ranks = (
-        Rank(rank.wave - least, *rank[1 : CHANNELS.start], *map(moved, rank[CHANNELS]))
+        rank._replace(
+            wave=rank.wave - least,
+            inbox=moved(rank.inbox),
+            broadcasts=moved(rank.broadcasts),
+            outputs=moved(rank.outputs),
+            reports=moved(rank.reports),
+        )
         for rank in world.ranks
     )
     coordinator = world.coordinator
