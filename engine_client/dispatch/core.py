@@ -79,6 +79,7 @@ Side = Literal["input", "output"]
 """Which of an engine's two connections; both are bound on this side."""
 
 LOST = "its connection was lost (the process ended or was cut off)"
+TAKEN_OVER = "a stranger connected under its identity, and it cannot be reached any more"
 SENTINEL = "it reported a fatal error (ENGINE_CORE_DEAD); its log says which"
 FENCE_DELAY = 0.1
 """Seconds that a known connection's loss gets to explain an unnamed one's, before engines are
@@ -370,21 +371,24 @@ class Core:
             return
         if len(payloads) != 1 or len(payloads[0]) > self._max_message_size:
             self._stray(f"a registration of {len(payloads)} frames from engine {index}")
+            self._not_registered(peer, connection, now)
             return
         try:
             dialect, ready = self._read_registration(peer, payloads[0])
             peer.handshake.receive(Event.REGISTRATION)
         except ProtocolError as exc:
             self._stray(f"engine {index}: {exc}")
+            self._not_registered(peer, connection, now)
             return
         except HandshakeError as exc:
             self.startup.finish(exc)
             self._stray(str(exc))
+            self._not_registered(peer, connection, now)
             return
         if self.registry.engines[index].alive:
             self._replaced(peer, "another process registered under its index", now)
         if peer.output is not None:
-            # One that came after the INIT may be its own: it spoke before its registration was read.
+            # One that came after the INIT may be its own, and have spoken before this was read.
             peer.output.retired = self._init is None or peer.output.born <= peer.since
             peer.output = None
         peer.codec = dialect
@@ -405,6 +409,19 @@ class Core:
             return
         self._review_outputs(now)
         self._progress()
+
+    def _not_registered(self, peer: Peer, connection: Connection | None, now: float) -> None:
+        """What came under an engine's identity, on a connection not known as its own, is no
+        registration.
+        """
+        if connection is None or not self.registry.engines[peer.index].alive:
+            return
+        if peer.input is None:
+            # Of an engine that reconnected: now its connection has a name again.
+            peer.input = connection
+        else:
+            # ZeroMQ has handed the identity over, and the engine does not hear us any more.
+            self._die(peer, TAKEN_OVER, now)
 
     def _check_dialects(self, peer: Peer) -> None:
         others = {p.codec for p in self._peers.values() if p.registered} - {peer.codec}

@@ -929,6 +929,42 @@ def test_repeated_registration() -> None:
     assert rig.stats.deaths == 0
 
 
+def test_garbage_from_another_connection_under_a_living_identity() -> None:
+    """ZeroMQ has handed the identity over: the engine cannot be reached, and that is told."""
+    rig = started(0, 1)
+    call = rig.call()
+    rig.connect("input", 31)
+    rig.core.registration(engine_id(1), [b"\xff"], 31, rig.now)
+    rig.flush()
+    assert waiting(call) == [0]
+    assert "under its identity" in str(error_of(call, 1))
+    rig.advance(60)
+    assert rig.alive() == [0]
+    rig.lose("input", 31)
+    rig.lose("input", 11)
+    rig.lose("output", 21)
+    rig.start(1)
+    assert rig.alive() == [0, 1]
+
+
+def test_garbage_from_a_reconnected_engine() -> None:
+    """What an engine sends on its new input connection gives that a name, and does no harm."""
+    rig = started(0)
+    rig.unreachable.add(0)
+    rig.lose("input", 10)
+    rig.advance(LAST_WORDS)
+    rig.connect("input", 30)
+    rig.unreachable.clear()
+    rig.advance(PROBE_DELAYS[0])
+    call = rig.call()
+    rig.core.registration(engine_id(0), [b"\xff"], 30, rig.now)
+    assert waiting(call) == [0]
+    assert rig.alive() == [0]
+    rig.lose("input", 30)
+    rig.advance(LAST_WORDS)
+    assert rig.alive() == []
+
+
 def test_output_on_another_connection() -> None:
     """An engine speaks on a new connection: what was in flight fails, but not what it answers."""
     rig = started(0, 1)
