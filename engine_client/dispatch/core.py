@@ -388,7 +388,7 @@ class Core:
         if self.registry.engines[index].alive:
             self._replaced(peer, "another process registered under its index", now)
         if peer.output is not None:
-            # One that came after the INIT may be its own, and have spoken before this was read.
+            # One that came after the INIT may be its own: it spoke before its registration was read.
             peer.output.retired = self._init is None or peer.output.born <= peer.since
             peer.output = None
         peer.codec = dialect
@@ -410,19 +410,6 @@ class Core:
         self._review_outputs(now)
         self._progress()
 
-    def _not_registered(self, peer: Peer, connection: Connection | None, now: float) -> None:
-        """What came under an engine's identity, on a connection not known as its own, is no
-        registration.
-        """
-        if connection is None or not self.registry.engines[peer.index].alive:
-            return
-        if peer.input is None:
-            # Of an engine that reconnected: now its connection has a name again.
-            peer.input = connection
-        else:
-            # ZeroMQ has handed the identity over, and the engine does not hear us any more.
-            self._die(peer, TAKEN_OVER, now)
-
     def _check_dialects(self, peer: Peer) -> None:
         others = {p.codec for p in self._peers.values() if p.registered} - {peer.codec}
         if self.group.keeper != "none" and others:
@@ -439,6 +426,19 @@ class Core:
         if self._init is None and isinstance(address, str):
             self.coordinator_address = address
             self.group.keeper = "external"
+
+    def _not_registered(self, peer: Peer, connection: Connection | None, now: float) -> None:
+        """What came under an engine's identity, on a connection not known as its own, is no
+        registration.
+        """
+        if connection is None or not self.registry.engines[peer.index].alive:
+            return
+        if peer.input is None:
+            # Of an engine that reconnected: now its connection has a name again.
+            peer.input = connection
+        else:
+            # ZeroMQ has handed the identity over, and the engine does not hear us any more.
+            self._die(peer, TAKEN_OVER, now)
 
     def _read_registration(self, peer: Peer, payload: bytes) -> tuple[Dialect, Mapping[str, Any]]:
         if not payload:
