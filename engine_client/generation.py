@@ -136,6 +136,9 @@ def _requests(
     if sampling_params is None or isinstance(sampling_params, SamplingParams):
         params: list[SamplingParams | None] = [sampling_params] * len(prompts)
     else:
+        _check_sequence(
+            "sampling_params must be a SamplingParams, or one for each prompt", sampling_params
+        )
         params = list(sampling_params)
         if len(params) != len(prompts):
             raise ValueError(

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from engine_client import _render
 from engine_client.compensation import check_undo
 from engine_client.config import check_count
 from engine_client.deadline import USE_DEFAULT, Timeout, parse_timeout
@@ -82,15 +83,18 @@ def _resolve_undo(
 
 
 def _refuse_false(outcomes: Outcomes) -> Outcomes:
-    """Make a failure of every False."""
+    """Make a failure of every answer but True."""
     return Outcomes(
         outcomes.method,
         {
             index: Failed(
-                RefusedError(f"engine {index} answered False: not done", engine=index),
+                RefusedError(
+                    f"engine {index} answered {_render.one_line(outcome.value, 40)}: not done",
+                    engine=index,
+                ),
                 outcome.elapsed,
             )
-            if isinstance(outcome, Ok) and outcome.value is False
+            if isinstance(outcome, Ok) and outcome.value is not True
             else outcome
             for index, outcome in outcomes.items()
         },

@@ -85,3 +85,25 @@ def test_a_parallel_config_that_an_engine_dies_of_is_refused_before_any_starts(c
         connect("ipc:///nowhere/at-all", parallel_config=config)
     with pytest.raises(TypeError, match="parallel_config"):
         launch(1, parallel_config=config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("context", 5, TypeError),
+        ("advertised_host", 5, TypeError),
+        ("advertised_host", "", ValueError),
+    ],
+)
+def test_an_odd_setting_is_refused_before_anything_is_opened(
+    name: str, value: Any, error: type[Exception]
+) -> None:
+    make: Any = connect
+    with pytest.raises(error, match=name):
+        make("tcp://127.0.0.1:*", connect_timeout=0, **{name: value})
+
+
+def test_an_odd_command_is_refused() -> None:
+    make: Any = launch
+    with pytest.raises(TypeError, match="command must be"):
+        make(command=5)

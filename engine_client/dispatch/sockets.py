@@ -123,6 +123,10 @@ def plan_transport(
     Raises:
         ValueError: an address that cannot be meant.
     """
+    _check_kind("context", context, zmq.Context, "a zmq.Context or None")
+    _check_kind("advertised_host", advertised_host, str, "a host name or None")
+    if advertised_host == "":
+        raise ValueError("advertised_host is empty; leave it out to tell engines the bound host")
     given = {"handshake": handshake, "input": input_address, "output": output_address}
     if coordinator:
         given |= {"coordinator_input": None, "coordinator_output": None}
@@ -131,6 +135,11 @@ def plan_transport(
         if address is not None or (handshake is None and name in ("input", "output")):
             _check_address(name, address, advertised_host)
     return lambda: _open(given, advertised_host, heartbeat_interval, context)
+
+
+def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be {wanted}, not {value!r}")
 
 
 def _open(

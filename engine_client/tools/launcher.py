@@ -331,6 +331,13 @@ def launch(
     check_parallel_config(parallel_config)
     if isinstance(command, str):
         raise TypeError(f"command must be a list of words, not {command!r}; see shlex.split()")
+    if not (
+        command is None
+        or callable(command)
+        or isinstance(command, Sequence)
+        or hasattr(command, "jobs")
+    ):
+        raise TypeError(f"command must be a list of words or a function, not {command!r}")
     if address is None:
         address = getattr(command, "address", PRIVATE)
     bind = plan_transport(
