@@ -229,6 +229,9 @@ class Core:
         self._max_message_size = max_message_size
         self._peers = {index: Peer(index, bootstrapped=init is None) for index in indices}
         self._connections: dict[Side, dict[int, Connection]] = {"input": {}, "output": {}}
+        self._left_early: set[int] = set()
+        """Descriptors of input connections that were lost before a registration of theirs was
+        read; one that comes with such a number may be theirs or their successor's."""
         self._arrivals = 0
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_ids = itertools.count()
@@ -347,7 +350,7 @@ class Core:
         peer.greeting = None
         peer.lost = set()
         peer.codec = dialect
-        if peer.handshake.phase is not Phase.GREETED:
+        if peer.handshake.phase not in (Phase.GREETED, Phase.READY):
             # Of two that were greeted, either may come: then the earlier moment counts.
             peer.since = self._arrivals
             peer.invited = False
@@ -385,10 +388,11 @@ class Core:
             self._stray(str(exc))
             self._not_registered(peer, connection, now)
             return
-        if self.registry.engines[index].alive:
+        replaced = self.registry.engines[index].alive
+        if replaced:
             self._replaced(peer, "another process registered under its index", now)
         if peer.output is not None:
-            # One that came after the INIT may be its own: it spoke before its registration was read.
+            # One that came after the INIT may be its own: it spoke before it was registered.
             peer.output.retired = self._init is None or peer.output.born <= peer.since
             peer.output = None
         peer.codec = dialect
@@ -396,6 +400,9 @@ class Core:
         peer.forget()
         peer.lost = set()
         self.registry.register_engine(index, dialect, ready, now)
+        if replaced:
+            # It may have got what was sent since its connection came.
+            self._abort_orphans(peer)
         self.requests.orphans.pop(index, None)
         self._check_dialects(peer)
         self._learn_coordinator(ready)
@@ -403,12 +410,19 @@ class Core:
             self._returned(peer, "registered again")
             peer.succeeded = True
         peer.registered = True
-        if connection is None:
+        if fd in self._left_early:
+            peer.input = None
+            self._repeat(self._probe_unnamed, now, PROBE_DELAYS)
+        elif connection is None:
             # The connection was gone before its registration could be read.
             self._die(peer, LOST, now, lost="input")
             return
         self._review_outputs(now)
         self._progress()
+
+    def inputs_read(self) -> None:
+        """The input socket has been read empty: whatever lost connections said is known."""
+        self._left_early.clear()
 
     def _check_dialects(self, peer: Peer) -> None:
         others = {p.codec for p in self._peers.values() if p.registered} - {peer.codec}
@@ -515,6 +529,7 @@ class Core:
                 self._left(peer, peer.leaving, now)
             self._lose_unnamed(connection, LOST, now, FENCE_DELAY)
         elif side == "input" and not owners:
+            self._left_early.add(fd)
             # Perhaps that of an engine which reconnected: those have no name.
             self._repeat(self._probe_unnamed, now, PROBE_DELAYS)
 

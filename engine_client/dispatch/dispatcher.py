@@ -425,6 +425,7 @@ class Dispatcher:
             try:
                 identity, *frames = receive(zmq.NOBLOCK, copy=False)
             except zmq.Again:
+                self.core.inputs_read()
                 return
             # A descriptor is trusted only once all that happened before is known.
             self._follow_connections(now)
