@@ -2,13 +2,14 @@
 
 Run it where vLLM is installed (it may be another environment than this package's):
 
-    python examples/08_vllm.py MODEL [--vllm /path/to/bin/vllm] [-- more arguments of vllm serve]
+    python examples/08_vllm.py MODEL [--engines N] [--vllm /path/to/bin/vllm] [-- FOR VLLM SERVE]
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import sys
 
 from engine_client import EngineClientError, SamplingParams, launch
 from engine_client.tools.vllm import VllmHeadless
@@ -22,14 +23,16 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--vllm", default="vllm", help="the vllm program")
-    parser.add_argument("arguments", nargs="*", help="more arguments of vllm serve")
-    given = parser.parse_args()
+    parser.epilog = "what follows -- goes to vllm serve"
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args(words[:end])
     # Says every 30 s for whom it waits: loading a model takes minutes.
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # One launcher for each engine: the others serve on when one dies.
     command = VllmHeadless(
         given.model,
-        args=given.arguments,
+        args=words[end + 1 :],
         per_engine_env={i: {"CUDA_VISIBLE_DEVICES": str(i)} for i in range(given.engines)},
         executable=[given.vllm],
     )
