@@ -1224,6 +1224,7 @@ class Core:
                 continue
             call.sent.add(index)
             append(Outgoing("input", index, (engine.id, RequestType.UTILITY, payload), call))
+        self.registry.note_sent(call)
 
     def _refuse(self, call: PendingCall, index: int, now: float) -> None:
         engine = self.registry.engines[index]

@@ -150,11 +150,7 @@ class Registry:
         # Read the head, unregister it, then pop it: an interrupt in between leaves it to the
         # next drain.  Popping first loses it.
         while self.abandoned:
-            call = self.abandoned[0]
-            self._calls.pop(call.call_id, None)
-            if not call.handed_over:
-                for index in call.targets:
-                    self.engines[index].sent.pop(call.call_id, None)
+            self._calls.pop(self.abandoned[0].call_id, None)
             self.abandoned.popleft()
 
     def drain(self) -> None:
@@ -200,11 +196,9 @@ class Registry:
             if refused and not each:
                 return False
             self._calls[call.call_id] = call
-            sent = SentCall(call.call_id, call.method, call.started)
             for index in call.waiting:
                 engine = self.engines[index]
                 engine.unanswered += call.size(engine.form)
-                engine.sent[call.call_id] = sent
             return True
 
     def oldest_unanswered(self, index: int) -> SentCall | None:
@@ -286,6 +280,13 @@ class Registry:
         return counts
 
     # -- the dispatcher -----------------------------------------------------------------------
+
+    def note_sent(self, call: PendingCall) -> None:
+        """A call is on its way to engines; each may be busy with it from now on."""
+        sent = SentCall(call.call_id, call.method, call.started)
+        with self.lock:
+            for index in call.sent:
+                self.engines[index].sent[call.call_id] = sent
 
     def _settled(self, call: PendingCall) -> None:
         """Unregister a call that nobody is outstanding in, and let its caller go."""
