@@ -36,6 +36,7 @@ class EngineProcess:
         output_address: str | None = None,
         faults: Sequence[Mapping[str, Any]] = (),
         arguments: Sequence[str] = (),
+        log: bool = True,
     ) -> None:
         self.index = index
         self._folder = Path(tempfile.mkdtemp(prefix="engine-client-test-"))
@@ -47,7 +48,7 @@ class EngineProcess:
         if input_address is not None and output_address is not None:
             command += ["--input", input_address, "--output", output_address]
         command += ["--index", str(index), "--codec", codec]
-        command += ["--log", str(self._folder / "log.jsonl")]
+        command += ["--log", str(self._folder / "log.jsonl")] if log else ["--no-log"]
         if faults:
             command += ["--faults", json.dumps(list(faults))]
         try:

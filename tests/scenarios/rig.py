@@ -86,19 +86,24 @@ def address() -> Iterator[str]:
 
 @contextlib.contextmanager
 def rig(
-    codecs: Sequence[str] = ("cbor", "cbor"), *, faults: Sequence[Any] = (), **settings: Any
+    codecs: Sequence[str] = ("cbor", "cbor"),
+    *,
+    faults: Sequence[Any] = (),
+    log: bool = True,
+    **settings: Any,
 ) -> Iterator[Rig]:
     """Start engines, one per codec, and a client that has connected to them.
 
     Args:
         codecs: Each engine's.
         faults: Rules for every engine, from the start.
+        log: Whether engines keep what they receive.
         **settings: For ``connect()``.
     """
     with contextlib.ExitStack() as stack:
         where = stack.enter_context(address())
         engines = [
-            stack.enter_context(EngineProcess(where, index, codec=codec, faults=faults))
+            stack.enter_context(EngineProcess(where, index, codec=codec, faults=faults, log=log))
             for index, codec in enumerate(codecs)
         ]
         settings.setdefault("connect_timeout", scaled(30))

@@ -22,7 +22,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine_client.dispatch.core import Connection, Core, Peer
+from engine_client.dispatch.core import Core
+from engine_client.dispatch.peers import Connection, Peer
 from engine_client.dispatch.registry import Registry
 from tests.helpers.limits import TIMEOUT_FACTOR
 from tests.simulation.schedules import failure, schedule, shrink
