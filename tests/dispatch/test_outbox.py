@@ -104,15 +104,16 @@ def test_an_interrupt_before_the_wake_up_leaves_the_item_to_be_found(
     def interrupted(wakeup: Wakeup) -> None:
         raise KeyboardInterrupt
 
-    assert not outbox.pending
+    states = [outbox.pending]
     with monkeypatch.context() as patch:
         patch.setattr(Wakeup, "poke", interrupted)
         with pytest.raises(KeyboardInterrupt):
             outbox.append("first")
-    assert outbox.pending
+    states.append(outbox.pending)
     assert outbox.append("second")
     assert list(outbox.take()) == ["first", "second"]
-    assert not outbox.pending
+    states.append(outbox.pending)
+    assert states == [False, True, False]
     assert outbox.append("third")
     assert is_awake(outbox.wakeup.fd)
 
