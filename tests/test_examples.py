@@ -90,12 +90,19 @@ def test_batch_generate() -> None:
     assert printed.endswith("tried again on the others: all finished: True\n")
 
 
+def test_vllm_says_what_it_needs() -> None:
+    """The one that needs vLLM tells so; the tests with real engines run it."""
+    printed = run_script("examples/08_vllm.py", "--help")
+    assert "Run it where vLLM is installed" in printed
+    assert "python examples/08_vllm.py MODEL" in printed
+
+
 def test_every_example_is_listed_in_order_and_tested_here() -> None:
     """The list of the examples has each one, in the order of their numbers."""
     text = (ROOT / "examples/README.md").read_text()
     assert re.findall(r"^\| \[([\w.]+)\]\(\1\)", text, re.MULTILINE) == EXAMPLES
     tested = (ROOT / "tests/test_examples.py").read_text()
     programs = [name for name in EXAMPLES if name.endswith(".py")]
-    assert [name for name in programs if f'run_script("examples/{name}")' not in tested] == []
+    assert [name for name in programs if f'run_script("examples/{name}"' not in tested] == []
     # The notebook is executed by test_notebook.py.
     assert set(EXAMPLES) - set(programs) == {"03_notebook.ipynb"}
