@@ -23,8 +23,9 @@ import zmq
 
 from engine_client.config import ClientConfig
 from engine_client.deadline import Deadline
-from engine_client.dispatch.core import Core, Side
+from engine_client.dispatch.core import Core
 from engine_client.dispatch.outbox import LOOK_INTERVAL, Outbox
+from engine_client.dispatch.peers import Side
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.sockets import Transport, read_monitor, subscribe

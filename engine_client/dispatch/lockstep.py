@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from engine_client.dispatch.registry import Registry
@@ -124,12 +124,10 @@ class LockstepGroup:
         self.held.append(call)
         return True
 
-    def released(self) -> list[PendingCall]:
-        """Take the calls that may be sent now."""
-        found = []
+    def released(self) -> Iterator[PendingCall]:
+        """Take the calls that may be sent now; each must be sent before the next is asked for."""
         while self.held and self._may_go(self.held[0]):
-            found.append(self.held.popleft())
-        return found
+            yield self.held.popleft()
 
     def _may_go(self, call: PendingCall) -> bool:
         self._pauses = self._registry.unanswered(self._pauses)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 import pytest
 
 from engine_client.deadline import Deadline
-from engine_client.dispatch.core import FENCE_DELAY, LAST_WORDS, PROBE_DELAYS, Core, Side
+from engine_client.dispatch.core import Core
+from engine_client.dispatch.members import FENCE_DELAY, LAST_WORDS, PROBE_DELAYS
+from engine_client.dispatch.peers import Side
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import RequestTable
 from engine_client.dispatch.waiting import PendingCall, Startup
