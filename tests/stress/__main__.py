@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ def main() -> None:
         parser.error(f"there is no part {', '.join(sorted(unknown))}")
     seed = random.getrandbits(32) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
+    logging.getLogger("engine_client").setLevel(logging.ERROR)  # deaths are no news here
     mark_descendants()
     for name, part in parts(options.seconds).items():
         if options.names and name not in options.names:
