@@ -19,6 +19,7 @@ from engine_client import (
     FinishReason,
     HandshakeError,
     RequestRefusedError,
+    UtilityCall,
     UtilityCallError,
     UtilityTimeoutError,
     connect,
@@ -246,8 +247,8 @@ def test_a_fan_out_that_timed_out_was_sent_to_all(coordinator: bool) -> None:
         with pytest.raises(UtilityTimeoutError) as caught:
             group.client.pause_scheduler(timeout=0)
         assert caught.value.outcomes.may_have_run == (0, 1)
-        assert group.client.is_scheduler_paused()
         group.client.resume_scheduler()
+        assert not group.client.is_scheduler_paused()
         group.run("after", 0)
 
 
@@ -266,7 +267,6 @@ def test_a_fan_out_that_was_interrupted_was_sent_to_all(coordinator: bool) -> No
             with pytest.raises(KeyboardInterrupt) as caught:
                 group.client.pause_scheduler()
         assert caught.value.outcomes.may_have_run == (0, 1)  # type: ignore[attr-defined]
-        assert group.client.is_scheduler_paused()
         group.client.resume_scheduler()
         group.run("after", 1)
 
@@ -289,6 +289,76 @@ class Alarm:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.join()
+
+
+@BOTH
+def test_a_resume_waits_for_the_end_of_the_pause(coordinator: bool) -> None:
+    """Sent earlier it would wedge the group: it follows the last answer, also of a call left."""
+    with lockstep(coordinator) as group:
+        client = group.client
+        hold = {"method": "pause_scheduler", "do": "hold", "occurrence": 1}
+        client.call_utility("mock_fault", hold, engines=[1])
+        undo = UtilityCall("resume_scheduler")
+        with pytest.raises(UtilityTimeoutError) as caught:
+            client.call_utility("pause_scheduler", timeout=0.1, compensate=undo)
+        assert caught.value.compensation is not None
+        assert caught.value.compensation.may_have_run == (0, 1)
+        held = client._dispatcher.core.group.held
+        again = run_in_thread(client.pause_scheduler)
+        wait_until(lambda: len(held) == 2, what="the second pause")
+        last = run_in_thread(client.resume_scheduler)
+        wait_until(lambda: len(held) == 3, what="the last resume")
+        assert client.call_utility("echo", "not held") == ["not held"] * 2
+        assert group.methods(0)[-2:] == ["pause_scheduler", "echo"]
+        client.call_utility("mock_release", engines=[1])
+        again.result()
+        last.result()
+        order = ["pause_scheduler", "resume_scheduler"] * 2
+        for index in (0, 1):
+            assert [name for name in group.methods(index) if "scheduler" in name] == order
+        group.run("after", 0)
+
+
+@BOTH
+def test_what_is_held_ends_with_the_group(coordinator: bool) -> None:
+    """A resume that waits for the end of a pause fails when a rank dies; nothing stays behind."""
+    with lockstep(coordinator, kind="processes") as group:
+        drop = {"method": "pause_scheduler", "do": "drop"}
+        group.client.call_utility("mock_fault", drop, engines=[1])
+        with pytest.raises(UtilityTimeoutError):
+            group.client.pause_scheduler(timeout=0.1)
+        resume = run_in_thread(group.client.settle_utility, "resume_scheduler")
+        held = group.client._dispatcher.core.group.held
+        wait_until(lambda: len(held) == 1, what="the resume")
+        group.engines[1].signal(signal.SIGKILL)  # type: ignore[union-attr]
+        outcomes = resume.result()
+        assert outcomes.may_have_run == ()
+        assert all(isinstance(e, EngineDeadError) for e in outcomes.failures.values())
+        assert not held
+        assert group.client.pending_utility_calls == 0
+
+
+@BOTH
+def test_concurrent_pauses(coordinator: bool) -> None:
+    """Several callers pause at once: each pause is a step of its own, for all ranks."""
+    with lockstep(coordinator) as group:
+        for number in range(10):
+            for call in [run_in_thread(group.client.pause_scheduler) for _ in range(4)]:
+                call.result()
+            group.client.resume_scheduler()
+            group.run(f"after-{number}", number % 2)
+
+
+@BOTH
+def test_pauses_and_resumes_of_impatient_callers(coordinator: bool) -> None:
+    """However short the time limits, the group never wedges."""
+    with lockstep(coordinator) as group:
+        for number in range(40):
+            for call in (group.client.pause_scheduler, group.client.resume_scheduler):
+                with contextlib.suppress(UtilityTimeoutError):
+                    call(timeout=0.0002 * (number % 5))
+        group.client.resume_scheduler()
+        group.run("after", 1)
 
 
 # -- death and return ------------------------------------------------------------------------------
