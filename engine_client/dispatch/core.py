@@ -208,10 +208,15 @@ class Core(Members):
         """The engines that a connection can be of: the one it is named for, else any unnamed."""
         if connection is not None:
             named = [p for p in self._peers.values() if p.output is connection]
-            if connection.retired or (named and not connection.closing):
+            if connection.retired:
                 return named
+            # One that has no connection of its own may share another's.
+            unnamed = self._unnamed_outputs()
+            sharing = [p for p in self._nameless() if not any(c.born > p.since for c in unnamed)]
+            if named and not connection.closing:
+                return [*named, *sharing]
             # Without a name, or with a number that may be another's by now.
-            possible = [p for p in self._nameless() if connection.born > p.since]
+            possible = [p for p in self._nameless() if connection.born > p.since or p in sharing]
             if connection.closing:
                 possible += [
                     p for p in self._peers.values() if p.output is not None and p.output.closing

@@ -63,7 +63,7 @@ from engine_client.wire.messages import (
     handshake_message,
 )
 
-__all__ = ["FENCE_DELAY", "LAST_WORDS", "LOST", "PROBE_DELAYS", "SENTINEL", "Members"]
+__all__ = ["FENCE_DELAY", "LAST_WORDS", "LOST", "PROBE_DELAYS", "SENTINEL", "UNHEARD", "Members"]
 
 logger = logging.getLogger("engine_client")
 
@@ -73,6 +73,8 @@ SENTINEL = "it reported a fatal error (ENGINE_CORE_DEAD); its log says which"
 FENCE_DELAY = 0.1
 """Seconds that a known connection's loss gets to explain an unnamed one's, before engines are
 asked."""
+UNHEARD = 1.0
+"""Seconds without any output connection after which nobody's can be on its way any more."""
 LAST_WORDS = 0.01
 """Seconds that the last output of an engine gets to arrive after its input connection was lost."""
 PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0, 10.0)
@@ -733,6 +735,15 @@ class Members(ABC):
                 peer.doubt = doubt
         self._review_outputs(now)
         self._later(now + ask_after, self._ask_doubtful)
+        self._later(now + UNHEARD, partial(self._bury_unheard, why))
+
+    def _bury_unheard(self, why: str, now: float) -> None:
+        """With no output connection left at all, nobody can be heard, whoever's it was."""
+        if any(not c.retired for c in self._connections["output"].values()):
+            return
+        for peer in self._nameless():
+            if self.registry.engines[peer.index].alive and self._awaited(peer) is None:
+                self._die(peer, why, now, lost=None if why is SENTINEL else "output")
 
     def _ask_doubtful(self, now: float) -> None:
         """Ask engines whose output connection has no name: a reply names it."""

@@ -11,7 +11,7 @@ import pytest
 
 from engine_client.deadline import Deadline
 from engine_client.dispatch.core import Core
-from engine_client.dispatch.members import FENCE_DELAY, LAST_WORDS, PROBE_DELAYS
+from engine_client.dispatch.members import FENCE_DELAY, LAST_WORDS, PROBE_DELAYS, UNHEARD
 from engine_client.dispatch.peers import Side
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import RequestTable
@@ -1373,3 +1373,43 @@ def test_both_dialects_on_nameless_connections() -> None:
     assert value_of(call, 0) == "done"
     assert value_of(call, 1) == "ext"
     assert waiting(other) == [0]
+
+
+# -- engines that share one output connection ------------------------------------------------------
+
+
+def sharing_one_output() -> Rig:
+    """Return a rig with two engines behind one output connection, as a proxy would have them."""
+    rig = Rig(0, 1)
+    for index in rig.indices:
+        rig.handshake(index, Hello())
+        rig.register(index)
+        if index == 0:
+            rig.connect("output", 20)
+        rig.handshake(index, Ready())
+    assert rig.alive() == [0, 1]
+    return rig
+
+
+@pytest.mark.parametrize("how", ["lost", "sentinel"])
+def test_the_last_output_connection_is_everybodys(how: str) -> None:
+    """With none left, no engine can be heard, and whoever waits for one is told."""
+    rig = sharing_one_output()
+    call = rig.call()
+    if how == "lost":
+        rig.lose("output", 20)
+    else:
+        rig.output(20, DEAD_SENTINEL)
+    rig.advance(UNHEARD)
+    assert rig.alive() == []
+    assert {type(error_of(call, index)) for index in (0, 1)} == {EngineDeadError}
+
+
+def test_garbage_on_a_shared_output_connection_fails_all_who_may_have_sent_it() -> None:
+    """An engine without a connection of its own may speak on one that has another's name."""
+    rig = sharing_one_output()
+    rig.say(0, 20)
+    call = rig.call()
+    rig.output(20, b"\xff\xffgarbage")
+    assert {type(error_of(call, index)) for index in (0, 1)} == {ReplyError}
+    assert rig.alive() == [0, 1]
