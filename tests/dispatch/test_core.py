@@ -639,6 +639,57 @@ def test_output_connection_before_the_registration() -> None:
     assert rig.alive() == [1]
 
 
+@pytest.mark.parametrize("registered", [True, False])
+def test_loss_while_an_output_connection_is_on_its_way(registered: bool) -> None:
+    """Another engine's output connection, which came and went, is not the one still awaited."""
+    rig = Rig(0, 1)
+    rig.handshake(0, Hello())
+    rig.handshake(1, Hello())
+    rig.register(0)
+    if registered:
+        rig.register(1)
+    rig.connect("output", 21)
+    rig.lose("output", 21)
+    rig.advance(60)
+    assert 0 in rig.alive()
+    assert rig.stats.deaths == 0
+    rig.connect("output", 20)
+    call = rig.call(0)
+    rig.reply(0, call)
+    assert value_of(call, 0) == "done"
+
+
+def test_loss_of_a_returning_engine_while_another_restarts() -> None:
+    """A cut-off engine's output connection does not count for one whose own is on its way."""
+    rig = started(0, 1)
+    rig.unreachable |= {0, 1}
+    for fd in (0, 1):
+        rig.lose("input", 10 + fd)
+        rig.lose("output", 20 + fd)
+    rig.unreachable.discard(0)
+    rig.handshake(0, Hello())
+    rig.register(0)
+    rig.connect("output", 41)  # engine 1's, which cannot be reached yet
+    rig.lose("output", 41)
+    rig.advance(60)
+    assert rig.alive() == [0]
+
+
+def test_engines_that_started_one_after_the_other() -> None:
+    """Which connections are too old to be an engine's own narrows the choice, never wrongly."""
+    rig = Rig(0, 1, 2)
+    for index in (0, 1, 2):
+        rig.start(index)
+    call = rig.call()
+    rig.lose("output", 21)
+    rig.advance(FENCE_DELAY)
+    questions = rig.questions()
+    rig.reply(2, questions[2])
+    rig.reply(0, questions[0])
+    assert rig.alive() == [0, 2]
+    assert waiting(call) == [0, 2]
+
+
 def test_restarted_engine_among_silent_ones() -> None:
     """A restarted engine, too, gets time for its output connection; and is missed afterwards."""
     rig = started(0, 1, named=[])
@@ -692,6 +743,25 @@ def test_reconnected_while_nobody_knew_it() -> None:
     rig.reply(2, questions[2])
     assert waiting(call) == [0, 2]
     assert rig.alive() == [0, 1, 2]
+
+
+def test_reconnected_and_found_out_by_the_others() -> None:
+    """When all others have spoken on older connections, it need not speak to be the one that lost
+    its own; and it is alive again at once.
+    """
+    rig = started(0, 1, named=[])
+    call = rig.call()
+    rig.lose("output", 21)
+    rig.connect("output", 41)
+    rig.advance(FENCE_DELAY)
+    rig.reply(0, rig.questions()[0])
+    assert isinstance(error_of(call, 1), EngineDeadError)
+    assert waiting(call) == [0]
+    rig.advance(PROBE_DELAYS[1])
+    assert rig.alive() == [0, 1]
+    again = rig.call(1)
+    rig.reply(1, again, fd=41)
+    assert value_of(again, 1) == "done"
 
 
 def test_two_engines_turn_mute() -> None:
@@ -982,6 +1052,19 @@ def test_output_on_another_connection() -> None:
     assert rig.alive() == [0, 1]
     rig.lose("output", 41)
     assert rig.alive() == [0]
+
+
+def test_loss_after_an_output_on_another_connection() -> None:
+    """An engine whose connections were forgotten is still missed when its input goes."""
+    rig = started(0, 1)
+    rig.connect("output", 41)
+    rig.say(1, fd=41)
+    call = rig.call()
+    rig.unreachable.add(1)
+    rig.lose("input", 11)
+    rig.advance(PROBE_DELAYS[0])
+    assert rig.alive() == [0]
+    assert waiting(call) == [0]
 
 
 def test_the_old_process_wins_after_all() -> None:
