@@ -465,7 +465,7 @@ def test_cut_and_return(which: str, spoken: bool) -> None:
             if which in ("both", name):
                 way.cut(stay_closed=True)
         moment, error = one.result()
-        assert moment - began < scaled(PROMPTLY)
+        assert moment - began < scaled(2 * PROMPTLY)  # 0.1 s when it must be asked whose it was
         assert error.may_have_run
         assert states(client) == [True, False]
         assert not other.done
