@@ -35,6 +35,7 @@ from engine_client.wire.messages import (
     Outputs,
     RequestType,
 )
+from engine_client.wire.waves import WavePhase
 
 __all__ = ["Core"]
 
@@ -175,7 +176,7 @@ class Core(Members):
             self.stats.malformed_messages += 1
             logger.warning("a coordinator's message could not be decoded: %s", exc)
 
-        if live and self._reminder is None and not self.group.state.running:
+        if self._reminder is None and self.group.state.phase is WavePhase.WOKEN:
             self._remind_in(REMIND_DELAYS[0], now)
 
     def _group_dialect(self) -> Dialect:
@@ -306,7 +307,7 @@ class Core(Members):
 
     def _remind_group(self, now: float) -> None:
         delay, self._reminder = self._reminder or 0.0, None
-        if self._group_is_live() and self.group.remind():
+        if self.group.remind():
             self._remind_in(min(2 * delay, REMIND_DELAYS[1]), now)
 
     def submit_request(self, request: PendingRequest, now: float) -> None:

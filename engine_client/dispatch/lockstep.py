@@ -17,7 +17,6 @@ No sockets, threads or clock here; the dispatcher's core calls in, messages go o
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -89,6 +88,8 @@ class LockstepGroup:
         """Calls that are sent once the group's pause is complete; in order."""
         self._pauses: set[int] = set()
         """Call ids of pauses that were sent."""
+        self._reminded = False
+        """Whether the last wake-up was repeated."""
 
     def members(self) -> list[int]:
         """The living engines in lockstep."""
@@ -142,8 +143,10 @@ class LockstepGroup:
     def request(self, rank: int) -> None:
         """A request goes to a rank: wake the others unless the group is known to run."""
         if self.keeper == "external":
-            # One notice while it sleeps; reminders repeat it.
-            if self.state.phase is WavePhase.PAUSED:
+            # One notice while it sleeps, unless the coordinator has been long about it.
+            phase = self.state.phase
+            if phase is WavePhase.PAUSED or (phase is WavePhase.WOKEN and self._reminded):
+                self._reminded = False
                 self.state.request(rank)
                 self._notify(rank)
             return
@@ -152,13 +155,13 @@ class LockstepGroup:
     def remind(self) -> bool:
         """Wake the group again if nobody has confirmed that it runs; whether that was so."""
         wake = self.state.remind()
-        if wake is None:
+        members = self.members()
+        if wake is None or not members:
             return False
         if self.keeper == "external":
-            # The coordinator leaves out the rank that a notice names: one that has work anyway.
-            engines = self._registry.engines
-            busy = (index for index in self.members() if engines[index].requests)
-            for index in itertools.islice(busy, 1):
+            self._reminded = True
+            # The coordinator leaves out the rank that a notice names: so two of them.
+            for index in members[:2]:
                 self._notify(index)
         else:
             self._wake(wake)
@@ -172,16 +175,21 @@ class LockstepGroup:
             live: whether a request of the group is still live.
         """
         if message.wave_complete is not None:
-            self._complete(message.wave_complete, live=live and self.keeper == "none")
+            live = live and self.keeper == "none"
+            self._complete(message.engine_index, message.wave_complete, live=live)
         if message.start_wave is not None:
             self._wake(self.state.started(message.engine_index, message.start_wave))
-        elif message.outputs and self.keeper == "none":
-            self.state.stepped()
+        elif (
+            self.keeper == "none"
+            and self.state.phase is WavePhase.WOKEN
+            and any(map(_has_tokens, message.outputs))
+        ):
+            self.state.stepped(message.engine_index)
 
     def coordinate(self, message: Outputs) -> None:
         """A message came to the in-process coordinator."""
         if message.wave_complete is not None:
-            self._complete(message.wave_complete, live=False)
+            self._complete(message.engine_index, message.wave_complete, live=False)
         if message.start_wave is not None:
             self._wake(self.state.started(message.engine_index, message.start_wave))
 
@@ -218,9 +226,9 @@ class LockstepGroup:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _complete(self, wave: int, *, live: bool) -> None:
+    def _complete(self, rank: int, wave: int, *, live: bool) -> None:
         before = self.state.wave
-        wake = self.state.completed(wave, live=live)
+        wake = self.state.completed(rank, wave, live=live)
         if self.state.wave != before:
             self._stats.waves += 1
             self._stats.wave = self.state.wave
@@ -253,3 +261,8 @@ class LockstepGroup:
         self._stats.wakes += 1
         payload = self._codec(rank).encode([rank, self.state.wave])
         self._emit(Outgoing("coordinator", -1, (payload,)))
+
+
+def _has_tokens(record: object) -> bool:
+    """Whether an output is of a step: what ends a request at once, or in a pause, has none."""
+    return type(record) is list and len(record) > 1 and bool(record[1])

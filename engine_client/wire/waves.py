@@ -17,8 +17,13 @@ only when an engine has said so; until then every further request wakes it again
 passing of time, which does no harm.  With a coordinator, rank 0 says ``start_wave`` when it begins
 to run, and so does a rank that got a request stamped with an old wave.
 
-Without a coordinator nobody says so.  Then outputs of a step show that the group runs, and a
-request that is still live when a wave completes came too late for it, and needs another wake-up.
+Without a coordinator nobody says so.  Then tokens show that the group runs, if the rank that they
+come from has itself reported the end of the wave before: connections keep no order among them.  And
+a request that is still live when a wave completes came too late for it, and needs another wake-up.
+
+The rank that gets the request is left out of the wake-up, since it runs by itself; but it does not
+if the request is refused or aborted at once, and then the others wait for it.  So the repeated
+wake-up is for all ranks, and comes whether or not a request is still live.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ class WaveEvent(Enum):
 
     REQUEST = "request"
     CONFIRMED = "confirmed"
-    """``start_wave`` of the current wave or a newer one; or, without a coordinator, outputs."""
+    """``start_wave`` of the current wave or a newer one; or, without a coordinator, tokens."""
     COMPLETE = "wave complete"
 
 
@@ -76,11 +81,13 @@ class Wake:
 class WaveState:
     """One group's wave, as its coordinator or its only client keeps it."""
 
-    __slots__ = ("phase", "wave")
+    __slots__ = ("ends", "phase", "wave")
 
     def __init__(self) -> None:
         self.wave = 0
         self.phase = WavePhase.PAUSED
+        self.ends: dict[int, int] = {}
+        """Per rank, how many waves it has reported the end of."""
 
     def __repr__(self) -> str:
         return f"<WaveState wave {self.wave}, {self.phase.value}>"
@@ -117,19 +124,21 @@ class WaveState:
         """
         return Wake(self.wave, None) if self.phase is WavePhase.WOKEN else None
 
-    def stepped(self) -> None:
-        """Outputs of a step came, so the group runs (used where no rank says ``start_wave``)."""
-        if self.phase is WavePhase.WOKEN:
+    def stepped(self, rank: int) -> None:
+        """Tokens of a rank came: the group runs (used where no rank says ``start_wave``)."""
+        if self.phase is WavePhase.WOKEN and self.ends.get(rank, 0) >= self.wave:
             self._move(WaveEvent.CONFIRMED, None)
 
-    def completed(self, wave: int, *, live: bool = False) -> Wake | None:
+    def completed(self, rank: int, wave: int, *, live: bool = False) -> Wake | None:
         """A rank says ``wave_complete``; each wave counts once, however many ranks say it.
 
         Args:
+            rank: which one.
             wave: the one that is complete.
             live: whether a request is still live, and nobody else would wake the group for it.
                 You must then send the wake-up to all ranks.
         """
+        self.ends[rank] = wave + 1
         if wave < self.wave:
             return None
         self.wave = wave + 1
@@ -145,11 +154,12 @@ class WaveState:
             live: whether a request is still live: then a group that does not run was woken, or
                 nobody would remind it.
         """
+        woken = live or (self.phase is WavePhase.WOKEN and wave == self.wave)
         self.wave = wave
         if running:
             self.phase = WavePhase.RUNNING
         else:
-            self.phase = WavePhase.WOKEN if live else WavePhase.PAUSED
+            self.phase = WavePhase.WOKEN if woken else WavePhase.PAUSED
 
     def _move(self, event: WaveEvent, exclude: int | None) -> Wake | None:
         self.phase, wake = TRANSITIONS[self.phase, event]

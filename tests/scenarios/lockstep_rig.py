@@ -253,7 +253,7 @@ class Coordinator:
     def _take(self, message: Outputs) -> None:
         before = self._state.wave, self._state.running
         if message.wave_complete is not None:
-            self._state.completed(message.wave_complete)
+            self._state.completed(message.engine_index, message.wave_complete)
         elif message.start_wave is not None:
             self._wake(self._state.started(message.engine_index, message.start_wave))
         if (self._state.wave, self._state.running) != before:

@@ -167,6 +167,16 @@ def test_a_request_that_was_given_up_in_a_pause(coordinator: bool) -> None:
         group.run("next", 0)
 
 
+@BOTH
+def test_a_request_that_is_left_at_once(coordinator: bool) -> None:
+    """Its rank may have nothing to step for; the others, which were woken, do not wait for it."""
+    with lockstep(coordinator) as group:
+        for number in range(20):
+            group.call(f"left-{number}", number % 2).close()
+            assert group.client.call_utility("echo", number) == [number, number]
+        group.run("after", 1)
+
+
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @BOTH
 def test_pauses(coordinator: bool, mode: Any) -> None:
@@ -625,7 +635,8 @@ def test_a_notice_is_repeated_until_the_group_runs() -> None:
         with group.call("waits", 1):
             assert coordinator.notice() == [1, 0]
             coordinator.publish([[1, 0, 0.0], [0, 0, 0.0]], 0, False)
-            assert coordinator.notice() == [1, 0]
+            # Between them, to all ranks.
+            assert [coordinator.notice(), coordinator.notice()] == [[0, 0], [1, 0]]
             coordinator.publish(None, 0, True)
             group.wait_running()
 
