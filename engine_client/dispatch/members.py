@@ -735,14 +735,25 @@ class Members(ABC):
                 peer.doubt = doubt
         self._review_outputs(now)
         self._later(now + ask_after, self._ask_doubtful)
-        self._later(now + UNHEARD, partial(self._bury_unheard, why))
+        unheard = [(peer, peer.input) for peer in self._nameless()]
+        self._later(now + UNHEARD, partial(self._bury_unheard, unheard, why))
 
-    def _bury_unheard(self, why: str, now: float) -> None:
-        """With no output connection left at all, nobody can be heard, whoever's it was."""
+    def _bury_unheard(
+        self, unheard: Sequence[tuple[Peer, Connection | None]], why: str, now: float
+    ) -> None:
+        """With no output connection left at all, nobody can be heard, whoever's it was.
+
+        Except an engine that has registered since, whose connection may be on its way.
+        """
         if any(not c.retired for c in self._connections["output"].values()):
             return
-        for peer in self._nameless():
-            if self.registry.engines[peer.index].alive and self._awaited(peer) is None:
+        for peer, connection in unheard:
+            if (
+                peer.output is None
+                and peer.input is connection
+                and self.registry.engines[peer.index].alive
+                and self._awaited(peer) is None
+            ):
                 self._die(peer, why, now, lost=None if why is SENTINEL else "output")
 
     def _ask_doubtful(self, now: float) -> None:

@@ -497,6 +497,9 @@ class World:
                 old.open, old.renamed = False, True
         elif process is not None:
             process.output = link
+            if self.visited and process.registered:
+                # A stranger's connection that came and went may have been taken for this one.
+                process.unbroken = self.registry.engines[process.index].alive
             while process.unsent:
                 link.pipe.append(process.unsent.popleft())
         return link
@@ -538,6 +541,11 @@ class World:
         """A process starts under some index and says HELLO, whether or not there is one already."""
         index = a % len(self.indices)
         dialect: Dialect = "msgpack" if self.options.mixed and index % 2 else "cbor"
+        for link in self.links:
+            # A loss is noticed sooner than the next process is there.  Of one that had registered
+            # more is known, so there it may come in any order.
+            if link.process is not None and not link.process.registered:
+                self._notice(link)
         process = Process(index, next(self._numbers), dialect)
         if self.options.lockstep and any(not p.unbroken for p in self.processes):
             process.excused = True
@@ -1072,7 +1080,9 @@ class World:
         known = self.core.known("output").get(link.fd)
         if known is not None and not known.closing:
             link.named.add(frame.index)
-        assert malformed == (0 if retired else frame.faults), "a good message counts as malformed"
+        # Of what is late, on a connection that is no engine's any more, nobody looks at the parts.
+        dropped = stats.late_outputs - before.late_outputs == len(frame.wire_ids)
+        assert malformed == (0 if dropped else frame.faults), "a good message counts as malformed"
         if frame.call_id is not None and frame.call_id >= FIRST_QUESTION:
             assert late in (0, 1)
         elif frame.call_id is not None and frame.call_id > 0:
@@ -1172,7 +1182,12 @@ class World:
             return False
         known = self.core.known("output").get(link.fd)
         # The number of a lost connection may be any engine's by now.
-        return not link.named or index in link.named or known is None or known.closing
+        if not link.named or index in link.named or known is None or known.closing:
+            return True
+        # An engine that no connection can be the own one of may share another's.
+        peer = self.core._peers[index]
+        unnamed = self.core._unnamed_outputs()
+        return peer.output is None and not any(c.born > peer.since for c in unnamed)
 
     def _check_stream_error(self, reader: Reader, error: BaseException) -> None:
         request = reader.request
@@ -1269,9 +1284,11 @@ class World:
                 process.excused
                 or process.superseded
                 or self._successor(process)
-                # It and one that reported its death lost connections without a name: either may
-                # be the one that is dead for good.
-                or (not process.unbroken and any(p.ending for p in self.processes))
+                # It and one that reported its death (a stranger may, too) lost connections without
+                # a name: either may be the one that is dead for good.
+                or (
+                    not process.unbroken and (self.visited or any(p.ending for p in self.processes))
+                )
             ):
                 assert alive, (
                     f"engine {index} is back and is taken for dead: "
