@@ -9,7 +9,9 @@ lands after it took its inner lock leaves that lock held for ever; the dispatche
 from __future__ import annotations
 
 import _thread
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
@@ -24,6 +26,9 @@ __all__ = ["Latch", "Mailbox", "PendingCall", "Startup", "uninterrupted"]
 UNDO_LIMIT = 5.0
 """Seconds that an interrupted caller waits until what it no longer wants is taken back."""
 
+
+SLICE = 0.5
+"""Seconds that a wait blocks at most before it looks for signals."""
 
 T = TypeVar("T")
 
@@ -46,7 +51,15 @@ class Latch:
 
     def wait(self, timeout: float = -1) -> bool:
         """Block until open; False when ``timeout`` seconds passed first (-1: no limit)."""
-        return self._lock.acquire(timeout=timeout)
+        if 0 <= timeout <= SLICE:
+            return self._lock.acquire(timeout=timeout)
+        # CPython does not notice a signal that comes between its last look for one and the
+        # blocking system call; so it gets to look again from time to time.
+        end = math.inf if timeout < 0 else time.monotonic() + timeout
+        while not self._lock.acquire(timeout=min(SLICE, max(0.0, end - time.monotonic()))):
+            if time.monotonic() >= end:
+                return False
+        return True
 
 
 class Mailbox(Generic[T]):

@@ -40,6 +40,18 @@ def test_a_latch_that_stays_shut_times_out(timeout: float) -> None:
     assert Latch().wait(timeout) is False
 
 
+@pytest.mark.parametrize("timeout", [-1, 5.0])
+def test_a_long_wait_is_made_of_short_ones(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between them CPython looks for a signal that came just before one blocked."""
+    monkeypatch.setattr("engine_client.dispatch.waiting.SLICE", 0.001)
+    latch = Latch()
+    waiting = run_in_thread(latch.wait, timeout)
+    assert Latch().wait(0.01) is False
+    assert not waiting.done
+    latch.open()
+    assert waiting.result() is True
+
+
 def test_opening_a_latch_twice_is_a_fault() -> None:
     """A second opening is refused: it would mean that a call was settled twice."""
     latch = Latch()
