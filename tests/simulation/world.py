@@ -153,6 +153,8 @@ class Process:
         """Its lockstep group may have died, or its end was reported."""
         self.to_do: list[str] = []
         """What it still does once it was told where to connect."""
+        self.invited = 0
+        """How many connections there had been when it was told."""
         self.registered = False
         """Whether the client has read its registration."""
         self.input: Link | None = None
@@ -447,6 +449,7 @@ class World:
                     continue
                 if not greeter.to_do and greeter.input is None:
                     greeter.to_do = ["input", "output", "register", "ready"]
+                    greeter.invited = len(self.links)
                     self._excuse_rivals(greeter)
             else:
                 link = self.routes.get(item.engine)
@@ -497,9 +500,13 @@ class World:
                 old.open, old.renamed = False, True
         elif process is not None:
             process.output = link
-            if self.visited and process.registered:
-                # A stranger's connection that came and went may have been taken for this one.
-                process.unbroken = self.registry.engines[process.index].alive
+            if any(
+                other.process is None and other.side == "output"
+                for other in self.links[process.invited :]
+            ):
+                # A stranger's connection may be taken for this one, and its loss for this one's
+                # until it is probed.
+                process.unbroken = False
             while process.unsent:
                 link.pipe.append(process.unsent.popleft())
         return link
