@@ -94,6 +94,7 @@ def run_simulation(examples: int, steps: int = 40) -> None:
     )
 
 
+@pytest.mark.timeout(600)
 def test_schedules_of_hypothesis(request: pytest.FixtureRequest) -> None:
     """The accounts hold after every step of every schedule that hypothesis draws."""
     run_simulation(2_000 if request.config.getoption("--long") else 60)
