@@ -72,7 +72,11 @@ def test_two_waves_with_a_coordinator() -> None:
         with group.call("first", 0) as first:
             first.recv()
             group.wait_running()
-            group.client.call_utility("echo", None)
+            # Broadcasts come on a connection of their own, a moment later than others' messages.
+            wait_until(
+                lambda: len(group.starts(0)) == len(group.starts(1)) == group.client.stats.wakes,
+                what="every wake-up to come",
+            )
             counts = [len(group.starts(index)) for index in (0, 1)]
             assert group.starts(0) == group.starts(1) == [[0, 0]] * counts[0]
             group.run("second", 1)
