@@ -164,6 +164,8 @@ class Process:
         self.reported = False
         self.ending = False
         """It will end by itself: it reported its death, or it can do nothing any more."""
+        self.rivalled = False
+        """Another process was told to be the same engine while it was there."""
         self.superseded = False
         """Another process took its index over."""
         self.calls: list[int] = []
@@ -474,7 +476,7 @@ class World:
         ]
         if len(rivals) > 1:
             for rival in rivals:
-                rival.excused = True
+                rival.excused = rival.rivalled = True
 
     # -- what processes do ------------------------------------------------------------------------
 
@@ -1085,7 +1087,8 @@ class World:
                     )
             return
         known = self.core.known("output").get(link.fd)
-        if known is not None and not known.closing:
+        unread = any(fd == link.fd for _, fd in self.monitors["output"])
+        if known is not None and not known.closing and not unread:
             link.named.add(frame.index)
         # Of what is late, on a connection that is no engine's any more, nobody looks at the parts.
         dropped = stats.late_outputs - before.late_outputs == len(frame.wire_ids)
@@ -1282,7 +1285,7 @@ class World:
             if process is None:
                 assert not alive, f"engine {index} never registered and is taken for alive"
                 continue
-            if not process.serving and self._undecided(process):
+            if process.rivalled or (not process.serving and self._undecided(process)):
                 undecided.add(index)
                 continue
             if not process.serving:
