@@ -148,7 +148,7 @@ class LockstepGroup:
             if phase is WavePhase.PAUSED or (phase is WavePhase.WOKEN and self._reminded):
                 self._reminded = False
                 self.state.request(rank)
-                self._notify(rank)
+                self._notify(rank, self.state.wave)
             return
         self._wake(self.state.request(rank))
 
@@ -160,9 +160,8 @@ class LockstepGroup:
             return False
         if self.keeper == "external":
             self._reminded = True
-            # The coordinator leaves out the rank that a notice names: so two of them.
-            for index in members[:2]:
-                self._notify(index)
+            # The coordinator leaves out the rank that a notice names, unless its wave is old.
+            self._notify(members[0], self.state.wave - 1)
         else:
             self._wake(wake)
         return True
@@ -256,10 +255,10 @@ class LockstepGroup:
     def _codec(self, index: int) -> Codec:
         return codec_named(self._registry.engines[index].codec or "cbor")
 
-    def _notify(self, rank: int) -> None:
+    def _notify(self, rank: int, wave: int) -> None:
         """Tell the external coordinator that a request found the group asleep."""
         self._stats.wakes += 1
-        payload = self._codec(rank).encode([rank, self.state.wave])
+        payload = self._codec(rank).encode([rank, wave])
         self._emit(Outgoing("coordinator", -1, (payload,)))
 
 
