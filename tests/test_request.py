@@ -19,7 +19,7 @@ from engine_client import (
     SamplingParams,
 )
 from engine_client.tensors import Tensor, lift_tensors
-from engine_client.tools.mock_request import UnusableRequest, read_request
+from engine_client.tools.mock.request import UnusableRequest, read_request
 from engine_client.wire.codec import codec_named
 from engine_client.wire.plain import plain
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine_client import LoraRequest, PoolingParams, RequestRefusedError, SamplingParams
 from engine_client.sampling import POOLING_TASKS
 from engine_client.tensors import Tensor
-from engine_client.tools.mock_sampling import read_pooling, read_sampling
+from engine_client.tools.mock.sampling import read_pooling, read_sampling
 from engine_client.wire.codec import codec_named
 from engine_client.wire.plain import plain
 

@@ -25,10 +25,10 @@ a reply that it cannot send leaves it mute.  What it does wrong on purpose is to
 ==============================  =================================================================
 
 With a registration that says ``data_parallel_size`` above 1, and a place to meet, it steps in
-lockstep with the others of its group: see ``mock_lockstep.py``.
+lockstep with the others of its group: see ``mock/lockstep.py``.
 
-Generation requests are run as ``mock_scheduler.py`` describes, and generate what
-``mock_tokens.generate_tokens`` says; :class:`EngineOptions` has how long a step takes, whether
+Generation requests are run as ``mock/scheduler.py`` describes, and generate what
+``mock.tokens.generate_tokens`` says; :class:`EngineOptions` has how long a step takes, whether
 statistics are sent, and more.  What a vLLM engine dies of kills this one: a request whose id is
 still live, an empty prompt, one of ``max_model_len`` tokens or more, a token id beyond the
 vocabulary, an adapter that cannot be loaded, a pooling task that it does not support.
@@ -50,14 +50,14 @@ from typing import IO, Any
 from engine_client.engines import engine_id
 from engine_client.errors import ProtocolError
 from engine_client.tools.faults import FaultPlan, FaultRule
-from engine_client.tools.mock_calls import Calls
-from engine_client.tools.mock_endings import Endings, complain
-from engine_client.tools.mock_lockstep import LockstepRank, Meeting
-from engine_client.tools.mock_log import MessageLog, Received
-from engine_client.tools.mock_methods import Deferred, EngineModel
-from engine_client.tools.mock_options import EngineOptions
-from engine_client.tools.mock_requests import Died, Requests
-from engine_client.tools.mock_sockets import (
+from engine_client.tools.mock.calls import Calls
+from engine_client.tools.mock.endings import Endings, complain
+from engine_client.tools.mock.lockstep import LockstepRank, Meeting
+from engine_client.tools.mock.log import MessageLog, Received
+from engine_client.tools.mock.methods import Deferred, EngineModel
+from engine_client.tools.mock.options import EngineOptions
+from engine_client.tools.mock.requests import Died, Requests
+from engine_client.tools.mock.sockets import (
     COORDINATOR_READY,
     STOP_LINGER_MS,
     Ended,

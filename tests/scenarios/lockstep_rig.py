@@ -16,9 +16,9 @@ from typing import Any, Literal, Self
 import zmq
 
 from engine_client import EngineClient, EngineRequest, RequestStream, SamplingParams, connect
+from engine_client.tools.mock.log import Received
+from engine_client.tools.mock.tokens import generate_tokens
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_log import Received
-from engine_client.tools.mock_tokens import generate_tokens
 from engine_client.wire.codec import codec_named
 from engine_client.wire.messages import Outputs, StartWave
 from engine_client.wire.waves import Wake, WavePhase, WaveState

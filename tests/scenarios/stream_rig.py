@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine_client import EngineClient, EngineRequest, RequestStream, SamplingParams, connect
+from engine_client.tools.mock.tokens import generate_tokens
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_tokens import generate_tokens
 from tests.helpers import scaled, wait_until
 from tests.scenarios.rig import address
 

@@ -16,8 +16,8 @@ from engine_client import (
     HandshakeTimeout,
     connect_bootstrapped,
 )
+from engine_client.tools.mock.methods import default_ready
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_methods import default_ready
 from tests.helpers import BackgroundCall, EngineProcess, run_in_thread, scaled, wait_until
 from tests.helpers.leaks import Snapshot
 from tests.scenarios.raw import Peers, RawEngine, free_tcp, is_bound, states

@@ -24,8 +24,8 @@ from engine_client import (
     launch,
 )
 from engine_client.dispatch import bootstrap
+from engine_client.tools.mock.methods import default_ready
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_methods import default_ready
 from engine_client.wire.codec import codec_named
 from tests.helpers import (
     EngineProcess,

@@ -32,7 +32,7 @@ from engine_client import (
     StreamTimeout,
     generation,
 )
-from engine_client.tools.mock_tokens import embed, generate_tokens, top_logprobs
+from engine_client.tools.mock.tokens import embed, generate_tokens, top_logprobs
 from tests.helpers import run_in_thread, scaled, wait_until
 from tests.scenarios.stream_rig import ENDLESS, Served, served, tokens_of
 

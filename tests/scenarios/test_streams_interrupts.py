@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine_client import EngineRequest, FinishReason, SamplingParams
-from engine_client.tools.mock_tokens import generate_tokens
+from engine_client.tools.mock.tokens import generate_tokens
 from tests.helpers import interrupt_storm, scaled, storm_test, wait_until
 from tests.scenarios.stream_rig import ENDLESS, Served, served, tokens_of
 from tests.scenarios.test_interrupts import interrupt_when

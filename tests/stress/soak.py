@@ -29,7 +29,7 @@ from engine_client import (
 )
 from engine_client.engines import Targets
 from engine_client.stream import RequestStream
-from engine_client.tools.mock_tokens import generate_tokens
+from engine_client.tools.mock.tokens import generate_tokens
 from tests.helpers import EngineProcess, run_in_thread, scaled, wait_until
 from tests.scenarios.rig import address
 from tests.stress.memory import resident

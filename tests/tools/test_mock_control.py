@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine_client.tools.faults import FaultPlan, FaultRule
+from engine_client.tools.mock.methods import Deferred, EngineModel
+from engine_client.tools.mock.options import EngineOptions
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_methods import Deferred, EngineModel
-from engine_client.tools.mock_options import EngineOptions
 from tests.helpers import EngineProcess, wait_until
 from tests.tools.peer import Peer, StartEngine, thread_engine
 

@@ -8,9 +8,9 @@ import pytest
 import zmq
 
 from engine_client.errors import ProtocolError
+from engine_client.tools.mock.request import UnusableRequest, read_request
+from engine_client.tools.mock.sampling import Pooling, read_pooling, read_sampling
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_request import UnusableRequest, read_request
-from engine_client.tools.mock_sampling import Pooling, read_pooling, read_sampling
 from engine_client.wire.messages import DEAD_SENTINEL, RequestType
 from tests.helpers import EngineProcess, scaled, wait_until
 from tests.tools.peer import Peer, StartEngine

@@ -19,8 +19,8 @@ import zmq
 from engine_client.engines import engine_id
 from engine_client.errors import ProtocolError
 from engine_client.tools.faults import FaultPlan, FaultRule
+from engine_client.tools.mock.methods import EngineModel, default_ready
 from engine_client.tools.mock_engine import MockEngine
-from engine_client.tools.mock_methods import EngineModel, default_ready
 from engine_client.wire.codec import codec_named, dialect_of_map, peek_reply
 from engine_client.wire.messages import (
     DEAD_SENTINEL,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine_client.tools.faults import FaultRule
-from engine_client.tools.mock_tokens import (
+from engine_client.tools.mock.tokens import (
     embed,
     generate_tokens,
     prompt_logprobs,

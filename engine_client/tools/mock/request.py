@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_client.errors import ProtocolError
-from engine_client.tools.mock_lora import Adapter, read_adapter
-from engine_client.tools.mock_sampling import (
+from engine_client.tools.mock.lora import Adapter, read_adapter
+from engine_client.tools.mock.sampling import (
     Pooling,
     Sampling,
     array_of,
@@ -21,7 +21,7 @@ from engine_client.tools.mock_sampling import (
     read_pooling,
     read_sampling,
 )
-from engine_client.tools.mock_tokens import token_at, token_state
+from engine_client.tools.mock.tokens import token_at, token_state
 
 __all__ = ["LiveRequest", "UnusableRequest", "read_request"]
 

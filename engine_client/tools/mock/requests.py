@@ -8,14 +8,14 @@ from typing import Any, Protocol
 
 from engine_client.errors import ProtocolError
 from engine_client.tools.faults import OUTPUTS, FaultPlan
-from engine_client.tools.mock_arrays import MessageArrays
-from engine_client.tools.mock_calls import Calls
-from engine_client.tools.mock_endings import Endings, complain
-from engine_client.tools.mock_log import REQUEST_NAMES
-from engine_client.tools.mock_methods import EngineModel
-from engine_client.tools.mock_outputs import ERROR, Batch, output_record
-from engine_client.tools.mock_request import UnusableRequest, read_request
-from engine_client.tools.mock_sockets import EngineSockets
+from engine_client.tools.mock.arrays import MessageArrays
+from engine_client.tools.mock.calls import Calls
+from engine_client.tools.mock.endings import Endings, complain
+from engine_client.tools.mock.log import REQUEST_NAMES
+from engine_client.tools.mock.methods import EngineModel
+from engine_client.tools.mock.outputs import ERROR, Batch, output_record
+from engine_client.tools.mock.request import UnusableRequest, read_request
+from engine_client.tools.mock.sockets import EngineSockets
 from engine_client.wire.codec import Codec
 from engine_client.wire.messages import RequestType
 

@@ -63,7 +63,7 @@ class EngineOptions:
     coordinator_output: str | None = None
     """Where a coordinator hears engines, likewise."""
     meeting: str | None = None
-    """Where the ranks of a lockstep group meet (``mock_lockstep.py``), likewise."""
+    """Where the ranks of a lockstep group meet (``mock/lockstep.py``), likewise."""
     vocab_size: int = 512
     supported_tasks: tuple[str, ...] = ("generate",)
     max_cpu_loras: int | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine_client.tools.mock_request import LiveRequest
+from engine_client.tools.mock.request import LiveRequest
 
 __all__ = ["PrefixCache"]
 

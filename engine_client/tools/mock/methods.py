@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, Protocol, final
 
-from engine_client.tools.mock_lora import read_adapter
-from engine_client.tools.mock_options import EngineOptions, default_ready
-from engine_client.tools.mock_scheduler import Pause, Scheduler
-from engine_client.tools.mock_workers import WorkerModel, call_workers
+from engine_client.tools.mock.lora import read_adapter
+from engine_client.tools.mock.options import EngineOptions, default_ready
+from engine_client.tools.mock.scheduler import Pause, Scheduler
+from engine_client.tools.mock.workers import WorkerModel, call_workers
 
 __all__ = ["Deferred", "EngineModel", "WorkerModel", "default_ready", "failure_detail"]
 

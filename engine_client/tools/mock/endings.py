@@ -7,7 +7,7 @@ import signal
 import sys
 
 from engine_client.tools.faults import FaultRule
-from engine_client.tools.mock_sockets import OUTPUT_LINGER_MS, Ended, EngineSockets
+from engine_client.tools.mock.sockets import OUTPUT_LINGER_MS, Ended, EngineSockets
 from engine_client.wire.messages import DEAD_SENTINEL
 
 __all__ = ["Endings", "complain"]

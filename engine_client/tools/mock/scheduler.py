@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from typing import Any
 
-from engine_client.tools.mock_arrays import MessageArrays
-from engine_client.tools.mock_lora import Adapter
-from engine_client.tools.mock_options import EngineOptions
-from engine_client.tools.mock_outputs import (
+from engine_client.tools.mock.arrays import MessageArrays
+from engine_client.tools.mock.lora import Adapter
+from engine_client.tools.mock.options import EngineOptions
+from engine_client.tools.mock.outputs import (
     ABORT,
     LENGTH,
     REPETITION,
@@ -28,8 +28,8 @@ from engine_client.tools.mock_outputs import (
     prompt_logprob_tensors,
     scheduler_stats,
 )
-from engine_client.tools.mock_prefix_cache import PrefixCache
-from engine_client.tools.mock_request import LiveRequest
+from engine_client.tools.mock.prefix_cache import PrefixCache
+from engine_client.tools.mock.request import LiveRequest
 
 __all__ = ["Pause", "Scheduler"]
 

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine_client.tools.mock_arrays import MessageArrays
-from engine_client.tools.mock_prefix_cache import PrefixCache
-from engine_client.tools.mock_request import LiveRequest
-from engine_client.tools.mock_tokens import embed, prompt_logprobs, top_logprobs
+from engine_client.tools.mock.arrays import MessageArrays
+from engine_client.tools.mock.prefix_cache import PrefixCache
+from engine_client.tools.mock.request import LiveRequest
+from engine_client.tools.mock.tokens import embed, prompt_logprobs, top_logprobs
 
 __all__ = [
     "ABORT",

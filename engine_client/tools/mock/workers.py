@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from engine_client.tools.mock_lora import Adapter, AdapterCache
-from engine_client.tools.mock_options import EngineOptions
+from engine_client.tools.mock.lora import Adapter, AdapterCache
+from engine_client.tools.mock.options import EngineOptions
 
 __all__ = ["WorkerModel", "call_workers"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from engine_client.errors import EncodeError, ProtocolError
 from engine_client.tools.faults import ENDINGS, FaultPlan, FaultRule
-from engine_client.tools.mock_endings import Endings, complain
-from engine_client.tools.mock_methods import Deferred, EngineModel, failure_detail
-from engine_client.tools.mock_sockets import EngineSockets
+from engine_client.tools.mock.endings import Endings, complain
+from engine_client.tools.mock.methods import Deferred, EngineModel, failure_detail
+from engine_client.tools.mock.sockets import EngineSockets
 from engine_client.wire.codec import Codec, plain
 
 __all__ = ["Calls"]

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from engine_client.errors import ProtocolError
-from engine_client.tools.mock_methods import EngineModel
-from engine_client.tools.mock_requests import Requests
-from engine_client.tools.mock_scheduler import Pause
-from engine_client.tools.mock_sockets import EngineSockets
+from engine_client.tools.mock.methods import EngineModel
+from engine_client.tools.mock.requests import Requests
+from engine_client.tools.mock.scheduler import Pause
+from engine_client.tools.mock.sockets import EngineSockets
 from engine_client.wire.codec import Codec
 from engine_client.wire.messages import Outputs, StartWave
 
