@@ -154,13 +154,15 @@ class EngineOutput:
     def from_plain(
         cls,
         record: list[Any],
-        frames: Sequence[bytes],
+        frames: Sequence[bytes] | None,
         request_id: str,
         engine: int,
         timestamp: float,
         weight_version: str | None,
     ) -> EngineOutput:
         """Read the protocol's 18 positions; the first six were checked by :func:`output_fault`.
+
+        ``frames`` is None for a record that has been seen to hold tokens only.
 
         Raises:
             ProtocolError: another position holds what it cannot.
@@ -172,10 +174,7 @@ class EngineOutput:
         self.weight_version = weight_version
         self.text = None
         self._record = record
-        if record[2:5] == _NOTHING and record[6:_LENGTH] == _NOTHING_ELSE:
-            self._typed = None
-        else:
-            self._typed = self._read(frames)
+        self._typed = None if frames is None else self._read(frames)
         return self
 
     def _read(self, frames: Sequence[bytes]) -> dict[int, Any]:
@@ -318,8 +317,6 @@ class EngineOutput:
 
 
 _new = object.__new__
-_NOTHING = [None, None, None]
-_NOTHING_ELSE = [*[None] * 7, 0, *[None] * 4]
 _REASONS: dict[int, FinishReason | int] = {int(reason): reason for reason in FinishReason}
 
 

@@ -106,8 +106,6 @@ class RequestStream(Iterator[EngineOutput]):
             raise self._ended_error() from None
 
     def __next__(self, timeout: Timeout = USE_DEFAULT) -> EngineOutput:
-        if self._ended:
-            raise StopIteration
         # Set before and cleared after, by the one who reads: an interrupt in between leaves it to
         # this same thread, which may go on.
         me = get_ident()
@@ -118,44 +116,34 @@ class RequestStream(Iterator[EngineOutput]):
             )
         self._consumer = me
         try:
+            # Looked at only now: whoever closes it from now on sees a reader.
             if self._ended:
-                # Another thread closed it since this one looked; from now on it sees a reader.
                 raise StopIteration
             items = self._items
             if not items:
                 self._wait(timeout)
             # Looked at, used, and only then popped: an interrupt loses nothing.
             delivery = items[0]
-            request, record, message, frames, error = delivery
-            if error is not None:
-                self._ended = True
-                raise error
-            try:
-                if self._transcript is not None or message is None:
-                    output = self._read(delivery)
-                else:
-                    # As read() does, without its call: this is done for every output.
-                    try:
-                        output = _from_plain(
-                            record,
-                            frames,
-                            request.request_id,
-                            message.engine_index,
-                            message.timestamp,
-                            message.weight_version,
-                        )
-                    except ProtocolError:
-                        output = read(delivery)  # which says what it was of
-            except (ReplyError, StreamError):
-                self._ended = True
-                leave(self._dispatcher, self._request)
-                raise
-            reason = output.finish_reason
-            if reason is not None:
+            request, record, message, frames, _ = delivery
+            if frames is None and message is not None and self._transcript is None:
+                # The usual output, of tokens only: nothing to check, nothing that could fail.
+                output = _from_plain(
+                    record,
+                    None,
+                    request.request_id,
+                    request.engine,
+                    message.timestamp,
+                    message.weight_version,
+                )
+                ended = record[5] is not None
+            else:
+                output = self._read(delivery)
+                ended = output.finish_reason is not None
+            if ended:
                 if not request.finished:
                     # A stop string ended it, of which the engine does not know.
                     leave(self._dispatcher, request)
-                self._finish_reason = reason
+                self._finish_reason = output.finish_reason
                 self._ended = True
             request.taken += 1
             items.popleft()
@@ -174,17 +162,27 @@ class RequestStream(Iterator[EngineOutput]):
             )
 
     def _read(self, delivery: Delivery) -> EngineOutput:
+        """Read what may fail, and then ends the stream."""
         transcript = self._transcript
-        assert transcript is not None
-        if self._last_read is not None:
-            known, output, transcript = self._last_read
-            if known is delivery:
-                return output  # an interrupt came before it was popped
-        # On a copy, which replaces the other with the output: an interrupt loses no text.
-        transcript = transcript.copy()
-        output = read(delivery, transcript)
-        self._last_read = delivery, output, transcript
-        return output
+        if delivery.error is not None:
+            self._ended = True
+            raise delivery.error
+        try:
+            if transcript is None:
+                return read(delivery)
+            if self._last_read is not None:
+                known, output, transcript = self._last_read
+                if known is delivery:
+                    return output  # an interrupt came before it was popped
+            # On a copy, which replaces the other with the output: an interrupt loses no text.
+            transcript = transcript.copy()
+            output = read(delivery, transcript)
+            self._last_read = delivery, output, transcript
+            return output
+        except (ReplyError, StreamError):
+            self._ended = True
+            leave(self._dispatcher, self._request)
+            raise
 
     def _ended_error(self) -> StreamError:
         kind, how = (StreamAborted, "was left early") if self._left else (StreamError, "has ended")

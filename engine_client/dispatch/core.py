@@ -78,7 +78,7 @@ class Core(Members):
             size = len(main) if len(frames) == 1 else sum(map(len, frames))
             codec = None if connection is None or connection.closing else connection.codec
             if codec is not None and size <= self._max_message_size:
-                message = Outputs.from_plain(codec.decode(main))
+                message = Outputs.decode(codec, main)
             else:
                 message = self._decode(main, size, connection)
             index = message.engine_index
@@ -157,7 +157,7 @@ class Core(Members):
         try:
             if sum(map(len, frames)) > self._max_message_size:
                 raise ProtocolError("it is over the limit (max_message_size)")
-            message = Outputs.from_plain(codec.decode(frames[0]))
+            message = Outputs.decode(codec, frames[0])
         except ProtocolError as exc:
             self.stats.malformed_messages += 1
             logger.warning("a message to the coordinator could not be decoded: %s", exc)
@@ -200,10 +200,10 @@ class Core(Members):
         dialects = self._dialects(connection)
         for dialect in dialects[:-1]:
             try:
-                return Outputs.from_plain(codec_named(dialect).decode(main))
+                return Outputs.decode(codec_named(dialect), main)
             except ProtocolError:
                 continue
-        return Outputs.from_plain(codec_named(dialects[-1]).decode(main))
+        return Outputs.decode(codec_named(dialects[-1]), main)
 
     def _owners(self, connection: Connection | None) -> list[Peer]:
         """The engines that a connection can be of: the one it is named for, else any unnamed."""

@@ -46,7 +46,7 @@ _NOBLOCK, _MORE, _SRCFD = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(
 """As plain integers: operations on pyzmq's enumerations cost as much as sending a frame."""
 _BATCH = 1000
 """Messages read from one socket before the others get their turn."""
-_AT_ONCE = 32
+_AT_ONCE = 64
 """Messages of engines that are taken before the first is delivered."""
 
 

@@ -39,7 +39,8 @@ class Delivery(NamedTuple):
     record: Any
     """The output's positions; None with an error."""
     message: Outputs | None
-    frames: Sequence[bytes]
+    frames: Sequence[bytes] | None
+    """What the record's arrays refer to; None where it holds tokens only, and needs no check."""
     error: BaseException | None = None
 
 
@@ -280,30 +281,24 @@ class RequestTable:
             if stats is not None:
                 engine.report(stats)
             requests = self._requests
-            records = message.outputs
+            records, others = message.outputs, message.others
             if engine.layout.outputs is not None:
-                records = [engine.layout.output(record) for record in records]
-            for record in records:
-                # The usual output is looked at here: a call would cost as much as all of this.
-                if not (
-                    type(record) is list
-                    and len(record) == 18
-                    and type(record[0]) is str
-                    and type(record[1]) is list
-                    and len(record[1]) == 1
-                    and type(record[1][0]) is int
-                    and record[5] is None
-                ):
+                records, others = [engine.layout.output(record) for record in records], None
+            for number, record in enumerate(records):
+                if others is None or number in others:
                     fault = output_fault(record)
                     if fault is not None:
                         faults.append(fault)
                         self._fail_malformed(record, index, fault)
                         continue
+                    parts, ended = extra, len(record) > 5 and record[5] is not None
+                else:
+                    parts, ended = None, record[5] is not None
                 request = requests.get(record[0])
                 if request is None or request.engine != index:
                     late += 1
                     continue
-                if len(record) > 5 and record[5] is not None:
+                if ended:
                     self._remove(request)
                 elif request.delivered - request.taken >= limit:
                     self.to_abort.append(request)
@@ -320,7 +315,7 @@ class RequestTable:
                 request.delivered += 1
                 # As Mailbox.put() does, and Delivery(): without the calls.
                 mailbox = request.mailbox
-                mailbox.items.append(make(Delivery, (request, record, message, extra, None)))
+                mailbox.items.append(make(Delivery, (request, record, message, parts, None)))
                 waiter = mailbox.waiter
                 if waiter is not None:
                     waiter.open_once()

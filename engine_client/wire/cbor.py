@@ -19,7 +19,7 @@ from cbor2 import CBORDecodeError, CBOREncoder, dumps, loads
 from engine_client.errors import ProtocolError
 from engine_client.wire.codec import Codec, Dialect
 from engine_client.wire.keys import scalar_keys_cbor
-from engine_client.wire.plain import MAX_MESSAGE_DEPTH, Plain, verify_plain
+from engine_client.wire.plain import MAX_MESSAGE_DEPTH, Plain
 
 __all__ = ["CborCodec"]
 
@@ -60,7 +60,7 @@ class CborCodec(Codec):
             frame = dumps(value, encoders={float: _encode_double})
         return frame
 
-    def decode(self, frame: bytes | memoryview) -> Plain:
+    def read(self, frame: bytes | memoryview) -> Plain:
         data = b"".join((b"\x82", frame, _TAIL))
         try:
             value, token = _loads(data)
@@ -75,7 +75,6 @@ class CborCodec(Codec):
             raise ProtocolError(f"cbor: not valid: {type(error).__name__}") from error
         if token != _TOKEN:
             raise ProtocolError("cbor: bytes after the end of the message")
-        verify_plain(value, "cbor")
         if _WIDE_NEGATIVE.search(data):
             _verify_integers(value)
         return value

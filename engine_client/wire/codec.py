@@ -13,7 +13,7 @@ from functools import cache
 from importlib import import_module
 from typing import ClassVar, Final, Literal
 
-from engine_client.wire.plain import MAX_DEPTH, Plain, plain
+from engine_client.wire.plain import MAX_DEPTH, Plain, plain, verify_plain
 
 __all__ = [
     "MAX_DEPTH",
@@ -39,6 +39,23 @@ class Codec(ABC):
         """Write a plain value; what is not plain must have passed :func:`plain` before."""
 
     @abstractmethod
+    def read(self, frame: bytes | memoryview) -> Plain:
+        """Read the one value that the frame consists of; :meth:`verify` tells whether it is plain.
+
+        The caller limits the frame's size first.
+
+        Raises:
+            ProtocolError: there is none, whatever the bytes are.
+        """
+
+    def verify(self, value: Plain) -> None:
+        """Refuse what :meth:`read` let through although it is no plain value.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        verify_plain(value, self.name)
+
     def decode(self, frame: bytes | memoryview) -> Plain:
         """Read the one plain value that the frame consists of.
 
@@ -47,6 +64,9 @@ class Codec(ABC):
         Raises:
             ProtocolError: anything else, whatever the bytes are.
         """
+        value = self.read(frame)
+        self.verify(value)
+        return value
 
 
 @cache

@@ -9,12 +9,13 @@ unknown map keys are ignored: the protocol grows with nearly every release of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from engine_client.engines import MAX_ENGINES
 from engine_client.errors import ProtocolError
+from engine_client.wire.codec import Codec
 from engine_client.wire.fields import (
     flag,
     integer,
@@ -25,6 +26,7 @@ from engine_client.wire.fields import (
     text,
     texts,
 )
+from engine_client.wire.plain import LEAVES
 
 __all__ = [
     "DEAD_SENTINEL",
@@ -263,6 +265,10 @@ class Abort:
         return cls(texts(value, "ABORT", "the payload"))
 
 
+_new: Final = tuple.__new__
+"""Makes a named tuple in half the time of its own ``__new__``, which is written in Python."""
+
+
 class UtilityReply(NamedTuple):
     """An engine's answer to one :class:`UtilityRequest`."""
 
@@ -289,10 +295,10 @@ class UtilityReply(NamedTuple):
         if failure is not None and type(failure) is not str:
             refuse("utility reply", "the failure", "a string or nil", failure)
         if result is None or failure is not None:
-            return cls(call_id, failure)
+            return _new(cls, (call_id, failure, None))
         if type(result) is not list or len(result) < 2:
             refuse("utility reply", "the result", "an array of two or nil", result)
-        return cls(call_id, None, result[1])
+        return _new(cls, (call_id, None, result[1]))
 
 
 class Outputs(NamedTuple):
@@ -313,6 +319,9 @@ class Outputs(NamedTuple):
     wave_complete: int | None = None
     start_wave: int | None = None
     weight_version: str | None = None
+    others: Collection[int] | None = None
+    """Which of the records are more than a request id, tokens and how it ended; None when nobody
+    has looked.  The rest need no further check."""
 
     def to_plain(self) -> list[Any]:
         return [
@@ -326,6 +335,26 @@ class Outputs(NamedTuple):
             self.start_wave,
             self.weight_version,
         ]
+
+    @classmethod
+    def decode(cls, codec: Codec, frame: bytes) -> Outputs:
+        """Read an engine's message, as ``from_plain(codec.decode(frame))`` does, in half the time.
+
+        Only what :meth:`from_plain` does not look into is verified to be plain, at the depth where
+        it lies.  And nearly all of what a busy engine sends are records of a token and nothing
+        else: of these one look tells both that they are plain and that they are good outputs.
+
+        Raises:
+            ProtocolError: as :meth:`from_plain`.
+        """
+        message = cls.from_plain(codec.read(frame))
+        records, reply = message.outputs, message.utility
+        others = _more_than_tokens(records) if records else None
+        if others or message.scheduler_stats is not None:
+            codec.verify([[records[number] for number in others or ()], message.scheduler_stats])
+        if reply is not None and type(reply.value) not in LEAVES:
+            codec.verify([[[reply.value]]])
+        return message if others is None else _new(cls, (*message[:-1], others))
 
     @classmethod
     def from_plain(cls, value: object) -> Outputs:
@@ -365,9 +394,54 @@ class Outputs(NamedTuple):
         if version is not None and type(version) is not str:
             refuse("outputs", "the weight version", "a string or nil", version)
         utility = None if reply is None else UtilityReply.from_plain(reply)
-        return cls(
-            index, outputs or (), stats, timestamp, utility, finished, complete, start, version
+        records = outputs or ()
+        return _new(
+            cls,
+            (index, records, stats, timestamp, utility, finished, complete, start, version, None),
         )
+
+
+_FIELDS: Final = 18
+"""Of a record of a request."""
+_TOKENS_ONLY: Final = [*[None] * 11, 0, *[None] * 4]
+"""What follows the request id and the tokens in a record that has nothing else."""
+_ENDING: Final = slice(5, 7)
+"""The finish reason and the stop reason."""
+
+
+def _more_than_tokens(records: Sequence[Any]) -> set[int]:
+    """The positions of those records that are not a request id, its tokens and how it ended.
+
+    What equals None is None; but 0 equals False, too.
+    """
+    others: set[int] = set()
+    usual = _TOKENS_ONLY
+    for number, item in enumerate(records):
+        if (
+            type(item) is list
+            and (item[2:] == usual or _ends_like(item))
+            and type(item[13]) is int
+            and type(item[0]) is str
+            and type(tokens := item[1]) is list
+            and (
+                (len(tokens) == 1 and type(tokens[0]) is int) or {int}.issuperset(map(type, tokens))
+            )
+        ):
+            continue
+        others.add(number)
+    return others
+
+
+def _ends_like(record: list[Any]) -> bool:
+    """Whether a record would have tokens only, if its request had not ended with it."""
+    if len(record) != _FIELDS:
+        return False
+    reason, stop = record[_ENDING]
+    return (
+        type(reason) is int
+        and (stop is None or type(stop) in (int, str))
+        and record[2:5] + record[7:] == _TOKENS_ONLY[2:]
+    )
 
 
 def _readable_index(fields: list[Any]) -> int | None:

@@ -13,7 +13,7 @@ import msgspec
 from engine_client.errors import ProtocolError
 from engine_client.wire.codec import Codec, Dialect
 from engine_client.wire.keys import scalar_keys_msgpack
-from engine_client.wire.plain import Plain, verify_plain
+from engine_client.wire.plain import Plain
 
 __all__ = ["MsgpackCodec"]
 
@@ -42,15 +42,13 @@ class MsgpackCodec(Codec):
     def encode(self, value: Plain) -> bytes:
         return _encode(value)
 
-    def decode(self, frame: bytes | memoryview) -> Plain:
+    def read(self, frame: bytes | memoryview) -> Plain:
         if len(frame) > _KEYS_MATTER:
             _verify_keys(bytes(frame))
         try:
-            value = _decode(frame)
+            return _decode(frame)
         except (ValueError, RecursionError, MemoryError, OverflowError, TypeError) as error:
             raise ProtocolError(f"msgpack: not valid: {str(error)[:200]}") from error
-        verify_plain(value, "msgpack")
-        return value
 
 
 def _verify_keys(data: bytes) -> None:

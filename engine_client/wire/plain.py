@@ -12,7 +12,7 @@ from typing import Any, Final, NoReturn
 
 from engine_client.errors import EncodeError, ProtocolError
 
-__all__ = ["MAX_DEPTH", "MAX_MESSAGE_DEPTH", "Plain", "plain", "verify_plain"]
+__all__ = ["LEAVES", "MAX_DEPTH", "MAX_MESSAGE_DEPTH", "Plain", "plain", "verify_plain"]
 
 Plain = Any
 """A plain value: the recursive type that it stands for cannot be checked usefully."""
@@ -23,10 +23,8 @@ MAX_DEPTH: Final = 100
 MAX_MESSAGE_DEPTH: Final = MAX_DEPTH + 8
 """How deep a received message may nest: an argument, come back inside a reply's own arrays."""
 
-_NOTHING: Final = [None] * 11
-_NO_MORE: Final = [None] * 4
-
-_LEAVES: Final = frozenset({type(None), bool, int, float, str, bytes})
+LEAVES: Final = frozenset({type(None), bool, int, float, str, bytes})
+"""The types of plain values that hold no others."""
 _KEYS: Final = frozenset({str, int})
 
 
@@ -35,7 +33,7 @@ def verify_plain(value: Plain, dialect: str) -> None:
 
     Level by level, without recursion.  Long arrays of leaves, such as token ids, cost one C call.
     """
-    leaves = _LEAVES
+    leaves = LEAVES
     if type(value) in leaves:
         return
     containers: list[Plain] = [value]
@@ -48,20 +46,6 @@ def verify_plain(value: Plain, dialect: str) -> None:
                 raise ProtocolError(f"{dialect}: nested deeper than {MAX_MESSAGE_DEPTH} levels")
         if type(item) is list:
             children: Collection[Plain] = item
-            if (
-                len(item) == 18
-                and item[2:13] == _NOTHING
-                and item[14:] == _NO_MORE
-                and type(item[13]) is int
-                and type(item[0]) is str
-                and type(item[1]) is list
-                and len(item[1]) == 1
-                and type(item[1][0]) is int
-                and level < MAX_MESSAGE_DEPTH
-            ):
-                # Most of all lists are outputs of a token and nothing else: then this is all there
-                # is to see, in half the time.  (Nothing that is decoded equals None but None.)
-                continue
         elif type(item) is dict:
             if not _KEYS.issuperset(map(type, item)):
                 raise ProtocolError(f"{dialect}: a map key is neither a string nor an integer")

@@ -208,7 +208,7 @@ def test_frames_go_along_only_where_there_are_any() -> None:
     one = added(requests)
     requests.deliver(message(record(one, 1)), [b"main"], NOW)
     requests.deliver(message(record(one, 1)), [b"main", b"aux"], NOW)
-    assert [list(item.frames) for item in one.mailbox.items] == [[], [b"main", b"aux"]]
+    assert [item.frames for item in one.mailbox.items] == [(), [b"main", b"aux"]]
 
 
 def test_what_is_for_nobody_is_counted() -> None:

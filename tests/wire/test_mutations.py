@@ -141,6 +141,36 @@ def test_only_protocol_errors_come_out(name: str) -> None:
     assert refused
 
 
+USUAL = ["r-00000001", [5], *[None] * 11, 0, *[None] * 4]
+LAST = ["r-00000002", [5, 6], None, None, None, 1, 7, *[None] * 6, 0, *[None] * 4]
+
+
+@pytest.mark.parametrize("dialect", ["cbor", "msgpack"])
+def test_the_short_way_to_read_outputs_is_as_good_as_the_long_one(dialect: str) -> None:
+    """Only what needs no further look is taken for tokens only, and all else is the same."""
+    codec = codec_named(dialect)
+    short = 0
+    for mutated in mutations([0, [USUAL, LAST], STATS, 1.5, [7, None, [None, [1]]], None]):
+        frame = codec.encode(mutated)
+        try:
+            plain = Outputs.from_plain(codec.decode(frame))
+        except ProtocolError:
+            with pytest.raises(ProtocolError):
+                Outputs.decode(codec, frame)
+            continue
+        made = Outputs.decode(codec, frame)
+        # By their looks: not a number is no other.
+        assert repr(made._replace(others=None)) == repr(plain)
+        for number, record in enumerate(made.outputs):
+            if number not in (made.others or ()):
+                output = read_output(record)
+                assert isinstance(output, EngineOutput)
+                assert not set(output._typed or ()) - {0, 1, 5, 6, 13}
+                short += 1
+    assert short > 100
+    assert Outputs.decode(codec, codec.encode([0, [USUAL, LAST]])).others == set()
+
+
 class Mutated:
     """A core with one living engine, one call and one request."""
 
