@@ -172,7 +172,7 @@ def test_one_deadline_for_all_engines() -> None:
 
 
 @storm_test()
-@pytest.mark.parametrize("limit", [0.5, None])
+@pytest.mark.parametrize("limit", [0.3, 0.7, None])
 def test_harmless_signals_every_20_ms(two: Rig, limit: float | None) -> None:
     """A handler that runs again and again neither lengthens a wait nor ends it."""
     rang: list[float] = []
@@ -205,7 +205,7 @@ def test_waiting_costs_no_processor_time(two: Rig) -> None:
     two.fault("echo", "drop")
     before = time.process_time()
     with pytest.raises(UtilityCallError):
-        two.client.call_utility("echo", timeout=0.5)
+        two.client.call_utility("echo", timeout=0.7)
     assert time.process_time() - before < 0.1
 
 
