@@ -228,3 +228,14 @@ def test_replies_that_are_late_never_answer_another_call(two: Rig) -> None:
             two.client.call_utility("echo", f"late {nonce}", timeout=0)
         two.release(1)
         assert two.client.call_utility("echo", nonce, timeout=scaled(10)) == [nonce] * 2
+
+
+def test_call_ids_of_one_client_after_another_differ() -> None:
+    """A late answer to a previous client's call never matches a call of the next one."""
+    ids = []
+    for _ in range(2):
+        with rig(("cbor",)) as one:
+            one.client.call_utility("echo", 1)
+            ids.append({entry["call_id"] for entry in one.engines[0].log})
+    assert ids[0].isdisjoint(ids[1])
+    assert all(0 < call_id < 2**53 for call_id in ids[0] | ids[1])
