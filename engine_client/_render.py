@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-__all__ = ["html_table", "one_line", "text_table"]
+__all__ = ["html_table", "one_line", "shown", "text_table"]
 
 CELL_LIMIT = 300
 """Characters of an HTML table's cell, which takes several lines where it has to."""
@@ -60,6 +60,14 @@ def _pieces(value: object, limit: int) -> Iterator[str]:
         yield f"{value[: 2 * limit]!r}... ({len(value):,} long)"
     else:
         yield repr(value)
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """The ``repr`` of a value that an error refuses, on one short line, whatever the value is."""
+    if isinstance(value, int) and not -(2**64) < value < 2**64:
+        return "an integer beyond 64 bits"  # which can be too long to print
+    line = one_line(value, limit)
+    return repr(line) if isinstance(value, str) else line
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack
 import zmq
 
 from engine_client import _render
+from engine_client._render import shown
 from engine_client.compensation import check_undo, raise_undone, undo
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.deadline import USE_DEFAULT, Deadline, Timeout, parse_timeout
@@ -213,7 +214,7 @@ class EngineClient(UtilityMethods):
             raise TypeError(
                 f"outcomes must be an Outcomes (error.outcomes), not {type(outcomes).__name__}"
             )
-        undo_call = check_undo(call)
+        undo_call = check_undo(call, "call")
         if undo_call is None:
             raise TypeError("call must be a UtilityCall, not None")
         return undo(self._dispatcher, outcomes, undo_call, self._seconds(timeout))
@@ -310,7 +311,7 @@ class EngineClient(UtilityMethods):
         for request_id in request_ids:
             if not isinstance(request_id, str):
                 raise TypeError(
-                    f"request ids are strings, not {request_id!r}; pass several one by one"
+                    f"request ids are strings, not {shown(request_id)}; pass several one by one"
                 )
         seconds = self._seconds(timeout)
         self._dispatcher.check_usable()
@@ -599,6 +600,7 @@ def connect_bootstrapped(
         advertised_host=None,
         heartbeat_interval=config.heartbeat_interval,
         context=context,
+        coordinator_address=coordinator_address,
     )
     return start(
         config,

@@ -7,6 +7,7 @@ after a call that timed out arrives after it.
 
 from __future__ import annotations
 
+from engine_client._render import shown
 from engine_client.dispatch.dispatcher import Dispatcher
 from engine_client.engines import engine_names
 from engine_client.errors import (
@@ -22,8 +23,12 @@ from engine_client.wire.codec import plain
 __all__ = ["check_undo", "raise_undone", "undo"]
 
 
-def check_undo(call: object) -> UtilityCall | None:
+def check_undo(call: object, name: str = "compensate") -> UtilityCall | None:
     """The undo call of a ``compensate=`` argument, checked before anything is sent.
+
+    Args:
+        call: the argument.
+        name: how its caller knows it.
 
     Raises:
         TypeError: neither None nor a UtilityCall.
@@ -33,11 +38,11 @@ def check_undo(call: object) -> UtilityCall | None:
         return None
     if not isinstance(call, UtilityCall):
         raise TypeError(
-            f"compensate must be a UtilityCall such as UtilityCall('remove_lora', (7,)), "
-            f"not {call!r}"
+            f"{name} must be a UtilityCall such as UtilityCall('remove_lora', (7,)), "
+            f"not {shown(call)}"
         )
     check_method(call.method)
-    plain(list(call.args), "compensate.args")
+    plain(list(call.args), f"{name}.args")
     return call
 
 

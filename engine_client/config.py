@@ -6,6 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
+from engine_client._render import shown
 from engine_client.deadline import parse_timeout
 from engine_client.engines import MAX_ENGINES
 
@@ -27,12 +28,11 @@ def check_count(name: str, value: object, *, least: int, most: int | None = None
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(
-            f"{name} must be an integer, not {value!r} ({type(value).__name__})"
+            f"{name} must be an integer, not {shown(value)} ({type(value).__name__})"
         ) from None
     if number < least or (most is not None and number > most):
         bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        shown = f"{number}" if abs(number) < 2**64 else "an integer beyond 64 bits"
-        raise ValueError(f"{name} must be {bounds}, not {shown}")
+        raise ValueError(f"{name} must be {bounds}, not {shown(number)}")
     return number
 
 
@@ -83,9 +83,9 @@ class ClientConfig:
                 most=MAX_ENGINES - self.engine_count,
             ),
         )
-        fix("client_index", check_count("client_index", self.client_index, least=0))
+        fix("client_index", check_count("client_index", self.client_index, least=0, most=2**31 - 1))
         if self.codec not in ("auto", "cbor", "msgpack"):
-            raise ValueError(f"codec must be 'auto', 'cbor' or 'msgpack', not {self.codec!r}")
+            raise ValueError(f"codec must be 'auto', 'cbor' or 'msgpack', not {shown(self.codec)}")
         for name in ("timeout", "connect_timeout", "close_timeout", "slow_call_warning"):
             fix(name, parse_timeout(getattr(self, name), name=name))
         if self.slow_call_warning == 0:
@@ -97,7 +97,7 @@ class ClientConfig:
             if seconds is not None and not 0.001 <= seconds <= 86_400:
                 raise ValueError(
                     f"heartbeat_interval must be 'auto', None (off) or 0.001 to 86400 seconds, "
-                    f"not {self.heartbeat_interval!r}"
+                    f"not {shown(self.heartbeat_interval)}"
                 )
             fix("heartbeat_interval", seconds)
 

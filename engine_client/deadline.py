@@ -14,6 +14,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final, Literal
 
+from engine_client._render import shown
+
 __all__ = ["USE_DEFAULT", "Deadline", "Timeout", "UseDefault", "parse_timeout"]
 
 
@@ -44,7 +46,7 @@ def parse_timeout(value: object, *, name: str = "timeout") -> float | None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(
             f"{name} must be a number of seconds or None for no limit, "
-            f"not {value!r} ({type(value).__name__})"
+            f"not {shown(value)} ({type(value).__name__})"
         )
     try:
         seconds = float(value)

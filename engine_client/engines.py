@@ -60,10 +60,10 @@ def resolve_targets(targets: object, known: Sequence[int]) -> tuple[int, ...] | 
     if targets == "alive" and isinstance(targets, str):
         return None
     if isinstance(targets, (str, bytes)) or not isinstance(targets, Iterable):
+        value = _render.shown(targets)
         raise TypeError(
-            f"engines must be None (all), 'alive' or a sequence of engine indices, "
-            f"not {targets!r}"
-            + (f"; did you mean engines=[{targets}]?" if isinstance(targets, int) else "")
+            f"engines must be None (all), 'alive' or a sequence of engine indices, not {value}"
+            + (f"; did you mean engines=[{value}]?" if targets in known else "")
         )
     indices = []
     for item in targets:
@@ -73,8 +73,11 @@ def resolve_targets(targets: object, known: Sequence[int]) -> tuple[int, ...] | 
             index = None
         if index is None or isinstance(item, bool):
             raise TypeError(
-                f"engines must hold engine indices (integers), not {item!r} ({type(item).__name__})"
+                f"engines must hold engine indices (integers), not {_render.shown(item)} "
+                f"({type(item).__name__})"
             )
+        if abs(index) >= 2**64:
+            raise ValueError(f"engines must hold engine indices, not {_render.shown(index)}")
         indices.append(index)
     if not indices:
         raise ValueError("engines is empty: name at least one engine, or None for all")

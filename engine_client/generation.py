@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
+from engine_client._render import shown
 from engine_client.config import check_count
 from engine_client.deadline import Deadline
 from engine_client.dispatch.dispatcher import Dispatcher
@@ -97,6 +98,8 @@ def generate(
     """See :meth:`EngineClient.generate`."""
     deadline = Deadline(timeout)
     check_count("max_in_flight", max_in_flight, least=1)
+    if not isinstance(progress, bool):
+        raise TypeError(f"progress must be True or False, not {shown(progress)}")
     dispatcher.check_usable()
     plain = None if tokenizer is None else PlainTokenizer(tokenizer)
     groups = [
@@ -182,7 +185,7 @@ def _samples(request: EngineRequest, tokenizer: PlainTokenizer | None) -> list[_
 
 def _check_sequence(wanted: str, value: object) -> None:
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise TypeError(f"{wanted}, not {value!r}")
+        raise TypeError(f"{wanted}, not {shown(value)}")
 
 
 def _run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from engine_client._render import shown
 from engine_client.config import check_count
 from engine_client.errors import RequestRefusedError
 
@@ -48,16 +49,16 @@ class LoraRequest:
         for name in ("lora_name", "lora_path"):
             value = getattr(self, name)
             if not isinstance(value, str):
-                raise TypeError(f"{name} must be a string, not {value!r}")
+                raise TypeError(f"{name} must be a string, not {shown(value)}")
             if not value:
                 raise RequestRefusedError(f"{name} is empty")
         if not isinstance(self.base_model_name, (str, type(None))):
             raise TypeError(
-                f"base_model_name must be a string or None, not {self.base_model_name!r}"
+                f"base_model_name must be a string or None, not {shown(self.base_model_name)}"
             )
         for name in ("load_inplace", "is_3d_lora_weight"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be True or False, not {shown(getattr(self, name))}")
 
     def to_plain(self) -> list[Any]:
         """The six positions of a vLLM 0.32 LoRA record."""

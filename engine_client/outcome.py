@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -35,9 +35,10 @@ class UtilityCall:
 
     def __post_init__(self) -> None:
         given: object = self.args
-        if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        if isinstance(given, (str, bytes, Mapping, Set)) or not isinstance(given, Iterable):
+            value = _render.shown(given)
             raise TypeError(
-                f"args must be a tuple of arguments, not {given!r}; did you mean ({given!r},)?"
+                f"args must be a tuple of arguments, not {value}; did you mean ({value},)?"
             )
         object.__setattr__(self, "args", tuple(given))
 
@@ -69,11 +70,16 @@ class Outcomes(Mapping[int, Outcome]):
     Immutable, so it may be shared between threads; it pickles.
     """
 
-    __slots__ = ("_outcomes", "method")
+    __slots__ = ("_method", "_outcomes")
 
     def __init__(self, method: str, outcomes: Mapping[int, Outcome]) -> None:
-        self.method = method
+        self._method = method
         self._outcomes = dict(outcomes)
+
+    @property
+    def method(self) -> str:
+        """The utility method that was called."""
+        return self._method
 
     def __getitem__(self, engine: int) -> Outcome:
         return self._outcomes[engine]
@@ -205,10 +211,10 @@ class Outcomes(Mapping[int, Outcome]):
         )
 
     def __getstate__(self) -> tuple[str, dict[int, Outcome]]:
-        return self.method, self._outcomes
+        return self._method, self._outcomes
 
     def __setstate__(self, state: tuple[str, dict[int, Outcome]]) -> None:
-        self.method, self._outcomes = state
+        self._method, self._outcomes = state
 
 
 _HEADER = ("engine", "outcome", "ran", "value or error", "after")

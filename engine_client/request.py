@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine_client._render import shown
 from engine_client.errors import RequestRefusedError
 from engine_client.lora import LoraRequest
 from engine_client.sampling import (
@@ -72,12 +73,12 @@ class EngineRequest:
     def __post_init__(self) -> None:
         self._fill_parameters()
         if not isinstance(self.request_id, str):
-            raise TypeError(f"request_id must be a string, not {self.request_id!r}")
+            raise TypeError(f"request_id must be a string, not {shown(self.request_id)}")
         if not self.request_id:
             raise RequestRefusedError("request_id is empty")
         if self.prompt is not None:
             if not isinstance(self.prompt, str):
-                raise TypeError(f"prompt must be a string or None, not {self.prompt!r}")
+                raise TypeError(f"prompt must be a string or None, not {shown(self.prompt)}")
             if self.prompt_token_ids is not None:
                 raise RequestRefusedError(
                     "prompt and prompt_token_ids are both given: a request has one of them"
@@ -99,12 +100,14 @@ class EngineRequest:
         ):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{name} must be a {kind.__name__} or None, not {value!r}")
+                raise TypeError(f"{name} must be a {kind.__name__} or None, not {shown(value)}")
         if self.sampling_params is not None and self.pooling_params is not None:
             raise RequestRefusedError(
                 "sampling_params and pooling_params are both given: a request has one of them"
             )
-        if self.resumable:
+        if self.resumable is not False:
+            if self.resumable is not True:
+                raise TypeError(f"resumable must be False, not {shown(self.resumable)}")
             raise RequestRefusedError(
                 "resumable=True is not supported: it needs the same id on the wire twice"
             )
@@ -112,19 +115,21 @@ class EngineRequest:
         check_int("priority", self.priority)
         for name in ("abort_immediately", "allow_unloaded_lora"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+                raise TypeError(f"{name} must be True or False, not {shown(getattr(self, name))}")
         if self.arrival_time is not None:
             check_float("arrival_time", self.arrival_time, lambda v: True, "a finite number")
         for name in ("trace_headers", "reasoning_parser_kwargs", "kv_hints"):
             check_map(name, getattr(self, name))
         headers = self.trace_headers or {}
         if not all(isinstance(text, str) for text in (*headers, *headers.values())):
-            raise TypeError(f"trace_headers must map strings to strings, not {headers!r}")
+            raise TypeError(f"trace_headers must map strings to strings, not {shown(headers)}")
         kinds = self.prompt_is_token_ids
         if kinds is not None and not (
             _is_list(kinds) and all(isinstance(one, bool) for one in kinds)
         ):
-            raise TypeError(f"prompt_is_token_ids must be a sequence of True and False: {kinds!r}")
+            raise TypeError(
+                f"prompt_is_token_ids must be a sequence of True and False: {shown(kinds)}"
+            )
         if self.mm_features is not None:
             self._check_features(self.mm_features)
 
@@ -144,17 +149,17 @@ class EngineRequest:
     @staticmethod
     def _check_features(features: Any) -> None:
         if not _is_list(features):
-            raise TypeError(f"mm_features must be a sequence of mappings, not {features!r}")
+            raise TypeError(f"mm_features must be a sequence of mappings, not {shown(features)}")
         for number, feature in enumerate(features):
             name = f"mm_features[{number}]"
             if not isinstance(feature, Mapping):
-                raise TypeError(f"{name} must be a mapping, not {feature!r}")
+                raise TypeError(f"{name} must be a mapping, not {shown(feature)}")
             for key in ("modality", "identifier"):
                 if not isinstance(feature.get(key), str):
-                    raise TypeError(f"{name}[{key!r}] must be a string: {feature.get(key)!r}")
+                    raise TypeError(f"{name}[{key!r}] must be a string: {shown(feature.get(key))}")
             place = feature.get("mm_position")
             if not isinstance(place, Mapping):
-                raise TypeError(f"{name}['mm_position'] must be a mapping: {place!r}")
+                raise TypeError(f"{name}['mm_position'] must be a mapping: {shown(place)}")
             for key in ("offset", "length"):
                 check_int(f"{name}['mm_position'][{key!r}]", place.get(key), 0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from engine_client._render import shown
 from engine_client.errors import RequestRefusedError
 from engine_client.tensors import Tensor
 
@@ -29,11 +30,7 @@ POOLING_TASKS = (
 
 
 def _refuse(name: str, wanted: str, value: object) -> None:
-    try:
-        shown = repr(value)
-    except ValueError:  # an integer that is too long to print
-        shown = "an integer beyond 64 bits"
-    raise RequestRefusedError(f"{name} must be {wanted}, not {shown}")
+    raise RequestRefusedError(f"{name} must be {wanted}, not {shown(value)}")
 
 
 def check_int(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
@@ -79,16 +76,28 @@ def check_token_ids(name: str, value: object, *, optional: bool = True) -> None:
     if kinds != {int}:
         wrong = next(item for item in value if type(item) is not int)
         raise RequestRefusedError(
-            f"{name} must hold token ids (integers), not {wrong!r} ({type(wrong).__name__})"
+            f"{name} must hold token ids (integers), not {shown(wrong)} ({type(wrong).__name__})"
         )
     if min(value) < 0 or max(value) > _MAX_INT:
         _refuse(name, "token ids from 0", min(value) if min(value) < 0 else max(value))
 
 
 def check_map(name: str, value: object) -> None:
-    """Refuse what is neither a mapping nor None."""
-    if value is not None and not isinstance(value, Mapping):
+    """Refuse what is neither None nor a mapping whose keys are strings."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
         _refuse(name, "a mapping", value)
+        return
+    for key in value:
+        if not isinstance(key, str):
+            _refuse(name, "a mapping with strings as keys", value)
+
+
+def _check_output_kind(value: object) -> None:
+    # 1.0 and True are equal to 1, but an engine takes neither for an enumeration's value.
+    if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, 2):
+        _refuse("output_kind", "0, 1 or 2", value)
 
 
 def _check_bool(name: str, value: object, *, optional: bool = False) -> None:
@@ -197,8 +206,7 @@ class SamplingParams:
         check_int("stream_interval", self.stream_interval, 1, optional=True)
         for name in ("output_text_buffer_length", "routed_experts_prompt_start"):
             check_int(name, getattr(self, name), 0)
-        if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
-            _refuse("output_kind", "0, 1 or 2", self.output_kind)
+        _check_output_kind(self.output_kind)
         for name in (
             "stop_token_ids",
             "logprob_token_ids",
@@ -229,18 +237,26 @@ class SamplingParams:
         self._check_maps()
 
     def _check_maps(self) -> None:
-        for index, word in enumerate(self.bad_words_token_ids or ()):
+        words: Any = self.bad_words_token_ids
+        if words is not None and (
+            isinstance(words, (str, bytes)) or not isinstance(words, Sequence)
+        ):
+            _refuse("bad_words_token_ids", "a sequence of sequences of token ids", words)
+        for index, word in enumerate(words or ()):
             check_token_ids(f"bad_words_token_ids[{index}]", word, optional=False)
             if len(word) == 0:
                 raise RequestRefusedError(f"bad_words_token_ids[{index}] is empty")
         tokens: Any = self.prompt_logprob_token_ids
         if not isinstance(tokens, (Tensor, type(None))):
             _refuse("prompt_logprob_token_ids", "a Tensor", tokens)
-        for name in ("structured_outputs", "extra_args", "repetition_detection", "logit_bias"):
+        for name in ("structured_outputs", "extra_args", "repetition_detection"):
             check_map(name, getattr(self, name))
-        for token, bias in (self.logit_bias or {}).items():
+        bias: Any = self.logit_bias
+        if not isinstance(bias, (Mapping, type(None))):
+            _refuse("logit_bias", "a mapping", bias)
+        for token, weight in (self.logit_bias or {}).items():
             check_int("a token of logit_bias", token, 0)
-            check_float("a bias of logit_bias", bias, lambda v: True, "a finite number")
+            check_float("a bias of logit_bias", weight, lambda v: True, "a finite number")
         if self.structured_outputs is not None:
             given = [key for key in _STRUCTURED if self.structured_outputs.get(key) is not None]
             if len(given) != 1:
@@ -266,6 +282,10 @@ class SamplingParams:
             ("structural_tag", str, "a string"),
             ("json_object", bool, "True or False"),
             ("_backend", str, "a string"),
+            ("whitespace_pattern", str, "a string"),
+            ("disable_any_whitespace", bool, "True or False"),
+            ("disable_additional_properties", bool, "True or False"),
+            ("_backend_was_auto", bool, "True or False"),
         ):
             value = constraint.get(key)
             if value is not None and not isinstance(value, kind):
@@ -275,6 +295,18 @@ class SamplingParams:
             good = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes))
             if not good or not all(isinstance(item, str) for item in choice):
                 _refuse("structured_outputs['choice']", "a sequence of strings", choice)
+        for key in ("json", "regex", "choice", "grammar", "structural_tag"):
+            value = constraint.get(key)
+            # An empty mapping is a schema: that of any JSON.
+            if value is not None and not isinstance(value, Mapping) and len(value) == 0:
+                raise RequestRefusedError(
+                    f"structured_outputs[{key!r}] is empty: nothing could be generated"
+                )
+        if constraint.get("json_object") is False:
+            raise RequestRefusedError(
+                "structured_outputs['json_object'] is False, which an engine takes for no "
+                "constraint at all, and fails: leave structured_outputs out"
+            )
 
     @staticmethod
     def _check_repetition(detection: Mapping[str, int]) -> None:
@@ -360,8 +392,7 @@ class PoolingParams:
             ):
                 _refuse("late_interaction_params", wanted, late)
             check_int("late_interaction_params[2]", (*late, None)[2], optional=True)
-        if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
-            _refuse("output_kind", "0, 1 or 2", self.output_kind)
+        _check_output_kind(self.output_kind)
 
     def to_plain(self) -> list[Any]:
         """The wire's ten positions."""

@@ -113,9 +113,30 @@ def _concatenate(values: Sequence[Any]) -> list[Any]:
     return results
 
 
+def _check_kind(
+    name: str, value: object, kind: type, wanted: str, *, optional: bool = False
+) -> None:
+    """Refuse what a method of an engine does not take; it may fail when half of it is done."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        or_none = " or None" if optional else ""
+        raise TypeError(f"{name} must be {wanted}{or_none}, not {_render.shown(value)}")
+
+
+def _flag(name: str, value: object) -> bool:
+    """True or False, or 1 or 0; a word is none: "no" would be true."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(f"{name} must be True or False, not {_render.shown(value)}")
+    return bool(value)
+
+
+def _check_size(name: str, value: object) -> None:
+    if value is not None:
+        check_count(name, value, least=0, most=2**63 - 1)
+
+
 def _check_mode(mode: object) -> None:
     if mode not in ("abort", "wait", "keep"):
-        raise ValueError(f"mode must be 'abort', 'wait' or 'keep', not {mode!r}")
+        raise ValueError(f"mode must be 'abort', 'wait' or 'keep', not {_render.shown(mode)}")
 
 
 class UtilityMethods:
@@ -231,7 +252,7 @@ class UtilityMethods:
         _change(
             self,
             "pause_scheduler",
-            (mode, bool(clear_cache)),
+            (mode, _flag("clear_cache", clear_cache)),
             timeout,
             engines,
             compensate,
@@ -314,8 +335,15 @@ class UtilityMethods:
             Whether every engine is fully awake.  Engines before 0.32 do not tell and count as
             awake.
         """
-        if isinstance(tags, str):
-            raise TypeError(f"tags must be a sequence of strings or None; did you mean [{tags!r}]?")
+        given: Any = tags
+        if given is not None and (
+            isinstance(given, (str, bytes))
+            or not isinstance(given, Sequence)
+            or not all(isinstance(tag, str) for tag in given)
+        ):
+            value = _render.shown(tags)
+            hint = f"; did you mean [{value}]?" if isinstance(tags, str) else ""
+            raise TypeError(f"tags must be a sequence of strings or None, not {value}{hint}")
         arguments = (None if tags is None else list(tags),)
         return _all_true(_change(self, "wake_up", arguments, timeout, engines, compensate))
 
@@ -355,7 +383,10 @@ class UtilityMethods:
         Returns:
             True when every engine did; False where blocks are in use.
         """
-        arguments = (bool(reset_running_requests), bool(reset_connector))
+        arguments = (
+            _flag("reset_running_requests", reset_running_requests),
+            _flag("reset_connector", reset_connector),
+        )
         return _all_true(
             _change(self, "reset_prefix_cache", arguments, timeout, engines, compensate)
         )
@@ -403,8 +434,7 @@ class UtilityMethods:
             compensate: True: ``remove_lora`` of its id, so that after a failure no engine holds it.
                 Not with ``load_inplace``: weights that were replaced cannot be brought back.
         """
-        if not isinstance(lora, LoraRequest):
-            raise TypeError(f"lora must be a LoraRequest, not {lora!r}")
+        _check_kind("lora", lora, LoraRequest, "a LoraRequest")
         inverse = None if lora.load_inplace else UtilityCall("remove_lora", (lora.lora_int_id,))
         _change(
             self,
@@ -471,6 +501,9 @@ class UtilityMethods:
             engines: likewise.
             compensate: True: stop it.
         """
+        _check_kind("prefix", prefix, str, "a string", optional=True)
+        _check_size("delay_iterations", delay_iterations)
+        _check_size("max_iterations", max_iterations)
         arguments = (True, prefix, delay_iterations, max_iterations)
         _change(
             self,
@@ -501,8 +534,7 @@ class UtilityMethods:
         compensate: Compensate = None,
     ) -> None:
         """Name the weights; every output of a step carries the name from then on."""
-        if not isinstance(version, str):
-            raise TypeError(f"version must be a string, not {version!r}")
+        _check_kind("version", version, str, "a string")
         _change(self, "set_weight_version", (version,), timeout, engines, compensate)
 
     def save_sharded_state(
@@ -525,6 +557,9 @@ class UtilityMethods:
             engines: likewise.
             compensate: a call; there is no natural inverse.
         """
+        _check_kind("path", path, str, "a string")
+        _check_kind("pattern", pattern, str, "a string", optional=True)
+        _check_size("max_size", max_size)
         arguments = (path, pattern, max_size)
         _change(self, "save_sharded_state", arguments, timeout, engines, compensate)
 
@@ -615,6 +650,7 @@ class UtilityMethods:
             engines: likewise.
             compensate: True: ``shutdown_weight_transfer_engine``.
         """
+        _check_kind("init_info", init_info, Mapping, "a mapping")
         return _worker_call(
             self,
             "init_weight_transfer_engine",
@@ -667,6 +703,7 @@ class UtilityMethods:
             engines: likewise.
             compensate: a call; there is no natural inverse.
         """
+        _check_kind("update_info", update_info, Mapping, "a mapping")
         return _worker_call(
             self, "update_weights", (), {"update_info": update_info}, timeout, engines, compensate
         )
@@ -743,11 +780,15 @@ def _worker_call(
 ) -> list[Any]:
     check_method(method)
     if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+        value = _render.shown(args)
         raise TypeError(
-            f"args must be a sequence of arguments, not {args!r}; did you mean args=({args!r},)?"
+            f"args must be a sequence of arguments, not {value}; did you mean args=({value},)?"
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs must be a mapping or None, not {kwargs!r}")
+        raise TypeError(f"kwargs must be a mapping or None, not {_render.shown(kwargs)}")
+    for key in kwargs or ():
+        if not isinstance(key, str):
+            raise TypeError(f"kwargs must have strings as keys, not {_render.shown(key)}")
     limit = parse_timeout(worker_timeout, name="worker_timeout")
     arguments = (method, limit, list(args), None if kwargs is None else dict(kwargs))
     return _concatenate(

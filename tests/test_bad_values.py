@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,14 +14,25 @@ from engine_client import (
     PoolingParams,
     RequestRefusedError,
     SamplingParams,
+    UtilityCall,
     connect,
+    connect_bootstrapped,
     launch,
 )
+from engine_client.deadline import parse_timeout
+from engine_client.engines import resolve_targets
 from engine_client.request import EngineRequest as Request
 from engine_client.wire.plain import plain
 
 HUGE = 10**5000
 """Too long for Python to print."""
+
+
+class Unprintable:
+    """A value whose repr fails."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError
 
 
 @pytest.mark.parametrize("make", [lambda x: [x, x], lambda x: {"a": x, "b": x}, lambda x: (x, x)])
@@ -90,6 +102,9 @@ def test_a_parallel_config_that_an_engine_dies_of_is_refused_before_any_starts(c
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
+        ("coordinator", "yes", TypeError),
+        ("coordinator", None, TypeError),
+        ("coordinator", 1, TypeError),
         ("context", 5, TypeError),
         ("advertised_host", 5, TypeError),
         ("advertised_host", "", ValueError),
@@ -103,7 +118,155 @@ def test_an_odd_setting_is_refused_before_anything_is_opened(
         make("tcp://127.0.0.1:*", connect_timeout=0, **{name: value})
 
 
-def test_an_odd_command_is_refused() -> None:
+@pytest.mark.parametrize(
+    "command",
+    [5, b"engine", [], [b"engine"], [None], lambda address, index: 5, lambda *_: "engine"],
+)
+def test_an_odd_command_is_refused(command: Any) -> None:
     make: Any = launch
     with pytest.raises(TypeError, match="command must be"):
-        make(command=5)
+        make(command=command)
+
+
+@pytest.mark.parametrize("env", [5, "A=1", ["A=1"], {"A": 1}, {1: "A"}, {"A": None}])
+def test_an_odd_environment_is_refused(env: Any) -> None:
+    make: Any = launch
+    with pytest.raises(TypeError, match="env must"):
+        make(env=env)
+
+
+@pytest.mark.parametrize(
+    ("address", "error"),
+    [(5, TypeError), (b"tcp://127.0.0.1:1", TypeError), ("nowhere", ValueError), ("", ValueError)],
+)
+def test_an_odd_coordinator_address_is_refused(address: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="the coordinator address must"):
+        connect_bootstrapped("ipc:///nowhere/a", "ipc:///nowhere/b", coordinator_address=address)
+
+
+def test_a_client_index_that_no_message_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="client_index must be"):
+        connect_bootstrapped("ipc:///nowhere/a", "ipc:///nowhere/b", client_index=2**70)
+
+
+# -- sampling, pooling, requests ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [SamplingParams, PoolingParams])
+@pytest.mark.parametrize("value", [1.0, True, "1", None, 3, -1])
+def test_only_an_integer_is_an_output_kind(kind: Any, value: object) -> None:
+    """A float that is equal to one would end a real engine's input thread."""
+    with pytest.raises(RequestRefusedError, match="output_kind must be 0, 1 or 2"):
+        kind(output_kind=value)
+
+
+@pytest.mark.parametrize("name", ["n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"])
+@pytest.mark.parametrize("value", [1.0, True, "1", math.nan])
+def test_only_an_integer_is_an_integer(name: str, value: object) -> None:
+    make: Any = SamplingParams
+    with pytest.raises(RequestRefusedError, match=f"{name} must be an integer"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "flat_logprobs", "detokenize", "skip_clone"])
+@pytest.mark.parametrize("value", [1, 0, 1.0, "yes", None])
+def test_only_true_and_false_are_truths(name: str, value: object) -> None:
+    make: Any = SamplingParams
+    with pytest.raises(RequestRefusedError, match=f"{name} must be True or False"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", [None, 0, 1, "", [], "yes"])
+def test_resumable_is_false(value: Any) -> None:
+    with pytest.raises(TypeError, match="resumable must be False"):
+        EngineRequest("a", [1], resumable=value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("choice", []),
+        ("choice", ()),
+        ("regex", ""),
+        ("grammar", ""),
+        ("json", ""),
+        ("structural_tag", ""),
+        ("json_object", False),
+    ],
+)
+def test_a_constraint_that_constrains_nothing_is_refused(key: str, value: object) -> None:
+    with pytest.raises(RequestRefusedError, match=rf"structured_outputs\['{key}'\] is"):
+        SamplingParams(structured_outputs={key: value, "_backend": "xgrammar"})
+
+
+def test_an_empty_schema_is_that_of_any_json() -> None:
+    assert SamplingParams(structured_outputs={"json": {}, "_backend": "xgrammar"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("disable_any_whitespace", 1),
+        ("disable_additional_properties", "yes"),
+        ("_backend_was_auto", []),
+        ("whitespace_pattern", b" "),
+    ],
+)
+def test_the_options_of_a_constraint_are_checked(key: str, value: object) -> None:
+    with pytest.raises(RequestRefusedError, match=rf"structured_outputs\['{key}'\] must be"):
+        SamplingParams(structured_outputs={"regex": "a", "_backend": "xgrammar", key: value})
+
+
+@pytest.mark.parametrize("name", ["extra_args", "structured_outputs", "repetition_detection"])
+def test_keys_of_parameters_are_strings(name: str) -> None:
+    make: Any = SamplingParams
+    with pytest.raises(RequestRefusedError, match=f"{name} must be a mapping with strings"):
+        make(**{name: {1: 2}})
+
+
+@pytest.mark.parametrize("value", [5, "abc", b"abc", {1: 2}])
+def test_words_that_are_no_sequence_are_refused(value: Any) -> None:
+    with pytest.raises(RequestRefusedError, match="bad_words_token_ids must be a sequence"):
+        SamplingParams(bad_words_token_ids=value)
+
+
+# -- how it is said ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        HUGE,
+        -HUGE,
+        "x" * 100_000,
+        b"x" * 100_000,
+        [HUGE],
+        list(range(100_000)),
+        "a\nb",
+        Unprintable(),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_refused_is_shown_on_one_short_line(value: Any) -> None:
+    """Whatever somebody passes, the error names the argument and does not drown it."""
+    makes: list[tuple[str, Any]] = [
+        ("request_id", lambda: EngineRequest([value], [1])),  # type: ignore[arg-type]
+        ("prompt_token_ids", lambda: EngineRequest("a", [value])),
+        ("cache_salt", lambda: EngineRequest("a", [1], cache_salt=[value])),  # type: ignore[arg-type]
+        ("temperature", lambda: SamplingParams(temperature=[value])),  # type: ignore[arg-type]
+        ("task", lambda: PoolingParams(task=value)),
+        ("lora_path", lambda: LoraRequest("a", 1, [value])),  # type: ignore[arg-type]
+        ("args", lambda: UtilityCall("a", {"x": value})),  # type: ignore[arg-type]
+        ("engines", lambda: resolve_targets([value], (0, 1))),
+        ("timeout", lambda: parse_timeout([value])),
+        ("engine_count", lambda: connect("ipc:///nowhere/a", engine_count=[value])),  # type: ignore[arg-type]
+        ("codec", lambda: connect("ipc:///nowhere/a", codec=value)),
+        ("coordinator", lambda: connect("ipc:///nowhere/a", coordinator=value)),
+        ("input address", lambda: connect("ipc:///nowhere/a", input_address=[value])),  # type: ignore[arg-type]
+    ]
+    for name, make in makes:
+        with pytest.raises((TypeError, ValueError), match=name) as info:
+            make()
+        assert len(str(info.value)) < 300
+        assert "\n" not in str(info.value)
+        assert "digits" not in str(info.value)

@@ -222,3 +222,21 @@ def test_a_utility_call_takes_its_arguments_as_one_sequence() -> None:
     for wrong in (7, "text", b"bytes", None):
         with pytest.raises(TypeError, match=r"must be a tuple of arguments, .*did you mean \("):
             UtilityCall("remove_lora", wrong)
+
+
+def test_outcomes_are_immutable() -> None:
+    """What every thread may hold nobody changes, not even its name or by what it was made of."""
+    made = {0: Ok(1, 0.1)}
+    outcomes: Any = Outcomes("echo", made)
+    made.clear()
+    with pytest.raises(AttributeError):
+        outcomes.method = "other"
+    with pytest.raises(TypeError):
+        outcomes[0] = Ok(2, 0.2)
+    with pytest.raises(TypeError):
+        del outcomes[0]
+    with pytest.raises(AttributeError):
+        outcomes.other = 1
+    outcomes.failures.clear()
+    assert (outcomes.method, dict(outcomes)) == ("echo", {0: Ok(1, 0.1)})
+    assert pickle.loads(pickle.dumps(outcomes)).method == "echo"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from engine_client._render import shown
 from engine_client.config import ClientConfig
 from engine_client.deadline import Deadline
 from engine_client.dispatch.dispatcher import Dispatcher, ProcessOwner
@@ -58,15 +59,15 @@ def check_parallel_config(config: object) -> None:
     if not isinstance(config, Mapping):
         raise TypeError(f"parallel_config must be a mapping or None, not {type(config).__name__}")
     for key, value in config.items():
-        kind = type(value).__name__
         if not isinstance(key, str):
-            raise TypeError(f"parallel_config must have strings as keys, not {key!r}")
+            raise TypeError(f"parallel_config must have strings as keys, not {shown(key)}")
+        name = f"parallel_config[{shown(key)}]"
         if isinstance(value, bool) or not isinstance(value, (int, str, list, tuple)):
             raise TypeError(
-                f"parallel_config[{key!r}] must be an integer, a string or a list, not a {kind}: "
-                f"an engine does not start with it"
+                f"{name} must be an integer, a string or a list, not a {type(value).__name__}: an "
+                f"engine does not start with it"
             )
-        plain(value, f"parallel_config[{key!r}]")
+        plain(value, name)
 
 
 def init_for(transport: Transport, parallel_config: Mapping[str, Any] | None) -> Init:

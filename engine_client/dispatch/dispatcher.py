@@ -31,7 +31,7 @@ from engine_client.dispatch.requests import PendingRequest, RequestTable
 from engine_client.dispatch.sockets import Transport, read_monitor, subscribe
 from engine_client.dispatch.sources import Sources, has_input
 from engine_client.dispatch.waiting import Latch, PendingCall, Startup
-from engine_client.errors import ClientBrokenError, ClientClosedError
+from engine_client.errors import ClientBrokenError, ClientClosedError, HandshakeError
 from engine_client.stats import ClientStats
 from engine_client.wire.messages import Init
 
@@ -290,10 +290,7 @@ class Dispatcher:
                 self._follow_connections(now)
                 sources.read(ready, now)
             if core.coordinator_address is not None and "coordinator" not in sockets:
-                sources.add(
-                    subscribe(self._transport, core.coordinator_address), self._read_coordinator
-                )
-                sources.add(self._transport.monitors["coordinator"], self._read_coordinator)
+                self._follow_coordinator(core.coordinator_address)
             if timer is not None:
                 core.tick(now)
             if requests.to_abort or requests.abandoned:
@@ -444,6 +441,17 @@ class Dispatcher:
     def _read_coordinator_outputs(self, now: float) -> None:
         for frames in _messages(self._transport.sockets["coordinator_output"]):
             self.core.coordinator_output(frames)
+
+    def _follow_coordinator(self, address: str) -> None:
+        try:
+            self._sources.add(subscribe(self._transport, address), self._read_coordinator)
+        except HandshakeError as exc:
+            # An engine said so, and what it says ends no client.
+            logger.error("%s; going on without it", exc)
+            self.core.coordinator_address = None
+            self.core.group.keeper = "none"
+            return
+        self._sources.add(self._transport.monitors["coordinator"], self._read_coordinator)
 
     def _read_coordinator(self, now: float) -> None:
         """Follow an external coordinator."""

@@ -23,6 +23,7 @@ from typing import Literal
 
 import zmq
 
+from engine_client._render import shown
 from engine_client.errors import HandshakeError
 
 __all__ = ["PRIVATE", "Transport", "plan_transport", "read_monitor", "subscribe"]
@@ -104,6 +105,7 @@ def plan_transport(
     heartbeat_interval: float | Literal["auto"] | None,
     context: zmq.Context[zmq.Socket[bytes]] | None,
     coordinator: bool = False,
+    coordinator_address: str | None = None,
 ) -> Callable[[], Transport]:
     """Check the addresses of a client, before anything is opened.
 
@@ -115,6 +117,7 @@ def plan_transport(
         heartbeat_interval: seconds, ``"auto"``, or None for no heartbeats.
         context: None for one of its own.
         coordinator: also bind the two sockets of an in-process coordinator.
+        coordinator_address: of an external one, to connect to later.
 
     Returns:
         What binds the sockets; it raises a HandshakeError when an address cannot be bound, or a
@@ -123,6 +126,8 @@ def plan_transport(
     Raises:
         ValueError: an address that cannot be meant.
     """
+    if not isinstance(coordinator, bool):
+        raise TypeError(f"coordinator must be True or False, not {shown(coordinator)}")
     _check_kind("context", context, zmq.Context, "a zmq.Context or None")
     _check_kind("advertised_host", advertised_host, str, "a host name or None")
     if advertised_host == "":
@@ -134,12 +139,14 @@ def plan_transport(
         # A data address may be left out where there is a handshake to tell it.
         if address is not None or (handshake is None and name in ("input", "output")):
             _check_address(name, address, advertised_host)
+    if coordinator_address is not None:
+        _check_address("coordinator", coordinator_address, None)
     return lambda: _open(given, advertised_host, heartbeat_interval, context)
 
 
 def _check_kind(name: str, value: object, kind: type, wanted: str) -> None:
     if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be {wanted}, not {value!r}")
+        raise TypeError(f"{name} must be {wanted}, not {shown(value)}")
 
 
 def _open(
@@ -232,7 +239,7 @@ def _check_address(name: str, address: object, advertised_host: str | None) -> N
     if not isinstance(address, str):
         raise TypeError(
             f"the {name} address must be a string like 'tcp://127.0.0.1:5570' or 'ipc:///path', "
-            f"not {address!r}"
+            f"not {shown(address, 200)}"
         )
     scheme, separator, rest = address.partition("://")
     if not separator or scheme not in ("tcp", "ipc") or not rest:
@@ -241,7 +248,7 @@ def _check_address(name: str, address: object, advertised_host: str | None) -> N
             hint = f"; did you mean 'tcp://{address}'?"
         raise ValueError(
             f"the {name} address must look like 'tcp://127.0.0.1:5570' or 'ipc:///path', "
-            f"not {address!r}{hint}"
+            f"not {shown(address, 200)}{hint}"
         )
     if scheme == "ipc":
         return
@@ -253,7 +260,7 @@ def _check_address(name: str, address: object, advertised_host: str | None) -> N
     ):
         raise ValueError(
             f"the {name} address must have a host and a port, like 'tcp://127.0.0.1:5570', "
-            f"not {address!r}"
+            f"not {shown(address, 200)}"
         )
     if _is_wildcard(host):
         if advertised_host is None:
@@ -284,8 +291,8 @@ def _refuse_wildcard(name: str, address: str, endpoint: str) -> None:
     """
     if _is_wildcard(endpoint.removeprefix("tcp://").rpartition(":")[0]):
         raise ValueError(
-            f"the {name} address {address!r} listens on every network interface, and engines "
-            f"cannot connect to a wildcard: give advertised_host, or better, bind one host"
+            f"the {name} address {shown(address, 200)} listens on every network interface, and "
+            f"engines cannot connect to a wildcard: give advertised_host, or better, bind one host"
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
+from engine_client._render import shown
 from engine_client.client import EngineClient
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.dispatch.bootstrap import Opened, check_parallel_config, init_for, start
@@ -330,14 +331,16 @@ def launch(
         codec_named(codec)
     check_parallel_config(parallel_config)
     if isinstance(command, str):
-        raise TypeError(f"command must be a list of words, not {command!r}; see shlex.split()")
-    if not (
-        command is None
-        or callable(command)
-        or isinstance(command, Sequence)
-        or hasattr(command, "jobs")
-    ):
-        raise TypeError(f"command must be a list of words or a function, not {command!r}")
+        raise TypeError(f"command must be a list of words, not {shown(command)}; see shlex.split()")
+    if isinstance(command, Sequence):
+        _check_words(command)
+    elif not (command is None or callable(command) or hasattr(command, "jobs")):
+        raise TypeError(f"command must be a list of words or a function, not {shown(command)}")
+    if env is not None and not isinstance(env, Mapping):
+        raise TypeError(f"env must be a mapping or None, not {shown(env)}")
+    for item in (env or {}).items():
+        if not all(isinstance(text, str) for text in item):
+            raise TypeError(f"env must map strings to strings, not {shown(item)}")
     if address is None:
         address = getattr(command, "address", PRIVATE)
     bind = plan_transport(
@@ -378,6 +381,17 @@ def _jobs(
     ]
 
 
+def _check_words(command: object) -> list[str]:
+    if (
+        isinstance(command, (str, bytes))
+        or not isinstance(command, Sequence)
+        or not command
+        or not all(isinstance(word, str) for word in command)
+    ):
+        raise TypeError(f"command must be a list of words (strings), not {shown(command)}")
+    return list(command)
+
+
 def _argv(
     command: Sequence[str] | Callable[[str, int], Sequence[str]] | None, address: str, index: int
 ) -> list[str]:
@@ -392,5 +406,5 @@ def _argv(
             "{index}",
         ]
     if callable(command):
-        return list(command(address, index))
+        return _check_words(command(address, index))
     return [word.replace("{address}", address).replace("{index}", str(index)) for word in command]

@@ -508,6 +508,18 @@ def test_calls_behind_a_death() -> None:
     assert [engine for _, engine, content in rig.sent if content[-1] == b"call"] == [0]
 
 
+def test_a_death_before_the_send() -> None:
+    """What still waits to be sent when its engine dies never is, and says that it has not run."""
+    rig = started(0, 1)
+    call = PendingCall(99, "sleep", (0, 1), {"cbor": b"call"}, Deadline(None), rig.now)
+    assert rig.registry.add(call, each=False)
+    rig.core.submit(call, rig.now)  # and no flush: the loss is read in the same turn
+    rig.lose("output", 21)
+    assert not error_of(call, 1).may_have_run
+    assert waiting(call) == [0]
+    assert [engine for _, engine, content in rig.sent if content[-1] == b"call"] == [0]
+
+
 def test_replaced_by_another_dialect() -> None:
     """A call encoded for the old dialect is not sent to a restarted engine that speaks another."""
     rig = started(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from engine_client.deadline import Deadline
 from engine_client.dispatch.waiting import Latch, PendingCall, Startup
 from engine_client.errors import HandshakeError, RemoteError
 from engine_client.outcome import Failed, Ok
-from tests.helpers import run_in_thread
+from tests.helpers import run_in_thread, scaled
 
 
 def pending(*targets: int, **payloads: bytes) -> PendingCall:
@@ -50,6 +51,14 @@ def test_a_long_wait_is_made_of_short_ones(timeout: float, monkeypatch: pytest.M
     assert not waiting.done
     latch.open()
     assert waiting.result() is True
+
+
+def test_a_long_wait_ends_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many short ones it is made of."""
+    monkeypatch.setattr("engine_client.dispatch.waiting.SLICE", 0.01)
+    began = time.monotonic()
+    assert Latch().wait(0.055) is False
+    assert 0.055 <= time.monotonic() - began < 0.055 + scaled(0.5)
 
 
 def test_opening_a_latch_twice_is_a_fault() -> None:

@@ -208,6 +208,24 @@ def test_a_second_process_replaces_the_first(data: Addresses) -> None:
             assert client.stats.deaths == 1
 
 
+@pytest.mark.parametrize("coordinator", ["nowhere", "", "tcp://127.0.0.1", "tcp://127.0.0.1:x"])
+def test_an_engine_that_names_an_impossible_coordinator_ends_no_client(
+    data: Addresses, coordinator: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told in the log, and the client goes on without one."""
+    ready = {"dp_stats_address": coordinator}
+    with (
+        starting(data, engine_count=2) as begun,
+        MockEngine(index=0, **data.options),
+        MockEngine(index=1, ready=ready, **data.options),
+    ):
+        client = begun.result()
+        wait_until(lambda: f"coordinator at {coordinator}: " in caplog.text)
+        assert client.call_utility("echo", 1, timeout=scaled(10)) == [1, 1]
+        assert states(client) == [True, True]
+        assert not client.closed
+
+
 # -- starts that fail -----------------------------------------------------------------------------
 
 

@@ -243,9 +243,12 @@ def test_multiprocessing_spawn(tmp_path: Path) -> None:
     assert run_script(str(script)) == "[5]\nended with 0\n"
 
 
-def test_many_clients_started_together_get_engines_of_their_own() -> None:
+@pytest.mark.parametrize("place", [None, "tcp://127.0.0.1:*"])
+def test_many_clients_started_together_get_engines_of_their_own(place: str | None) -> None:
     """Addresses are bound before they are told: no two clients ever share one."""
-    starting = [run_in_thread(launch, 1, connect_timeout=scaled(50)) for _ in range(6)]
+    starting = [
+        run_in_thread(launch, 1, address=place, connect_timeout=scaled(50)) for _ in range(6)
+    ]
     clients = [one.result(60) for one in starting]
     try:
         pids = [client.call_utility("whoami", timeout=scaled(20))[0]["pid"] for client in clients]

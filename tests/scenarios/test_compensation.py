@@ -14,6 +14,7 @@ from engine_client import (
     CallTimeout,
     ClientClosedError,
     EngineDeadError,
+    Failed,
     LoraRequest,
     NotSentError,
     Ok,
@@ -360,7 +361,16 @@ def test_what_did_not_run_is_not_undone(three: Rig) -> None:
     assert list(three.client.compensate(outcomes, UNDO)) == [2]
     none = Outcomes("add_lora", {})
     assert list(three.client.compensate(none, UNDO)) == []
-    assert received() == [[], [], [REMOVE]]
+    partly = Outcomes(
+        "add_lora",
+        {
+            0: Ok(True, 0.0),
+            1: Failed(NotSentError("full", engine=1), 0.0),
+            2: Failed(RemoteError("boom", engine=2), 0.0),
+        },
+    )
+    assert list(three.client.compensate(partly, UNDO)) == [0, 2]
+    assert received() == [[REMOVE], [], [REMOVE, REMOVE]]
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,15 @@ def test_an_argument_may_be_changed_once_the_call_is_made(two: Rig) -> None:
     """What was accepted is sent, whatever becomes of the caller's buffer afterwards."""
     original = bytes(range(256)) * 4_000
     buffer = bytearray(original)
+    # At once: before the dispatcher can have looked at it.
+    for number in range(20):
+        words = [number, "original"]
+        two.client.settle_utility("echo", words, timeout=0)
+        words[1] = "changed"
+    two.control("mock_log")
+    for engine in (0, 1):
+        assert two.received(engine, "echo")[-20:] == [[[n, "original"]] for n in range(20)]
+    # Later: while it lies in a queue.
     stopped, calls = two.engines[1], two.client.stats.calls
     stopped.signal(signal.SIGSTOP)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import random
 import signal
 import sys
@@ -254,6 +255,83 @@ def test_an_interrupt_of_the_undo_is_told_with_the_failure(two: Rig) -> None:
     assert outcomes_of(info.value) == failure.compensation
     assert any("interrupted while whoami undid echo" in note for note in info.value.__notes__)
     assert client.pending_utility_calls == 0
+
+
+# -- every moment of one call --------------------------------------------------------------------
+
+
+CHECKED_AFTER = frozenset({"CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME", "JUMP_BACKWARD"})
+"""Instructions after which CPython looks for signals."""
+TRACED = ("fanout.py", "registry.py", "outbox.py", "waiting.py")
+
+
+class InterruptAt:
+    """Raises a KeyboardInterrupt at one moment of the client's own code, counted from 0.
+
+    The moments are those at which CPython may do so: after a call and at the begin of a function,
+    and instead of the acquisition of a lock, for which it may have to wait.  (It does so as part of
+    the call; here it is the next instruction, which must be guarded by the same handler.)
+    """
+
+    def __init__(self, moment: int) -> None:
+        self._left = moment
+        self._last: dict[FrameType, int] = {}
+        self._known: dict[Any, tuple[dict[int, str], list[Any]]] = {}
+        self.begun = False
+        """Whether the call has been registered or is about to be."""
+        self.raised = False
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        if not code.co_filename.endswith(TRACED):
+            return None
+        self.begun = self.begun or code.co_qualname == "Registry.add"
+        if event == "call":
+            frame.f_trace_opcodes = True
+        elif event == "opcode" and self.begun:
+            if code not in self._known:
+                names = {step.offset: step.opname for step in dis.get_instructions(code)}
+                handlers = dis._parse_exception_table(code)  # type: ignore[attr-defined]
+                self._known[code] = names, handlers
+            names, handlers = self._known[code]
+            now, last = frame.f_lasti, self._last.get(frame, -1)
+            self._last[frame] = now
+            alike = all((h.start <= now < h.end) == (h.start <= last < h.end) for h in handlers)
+            if (names.get(last) in CHECKED_AFTER and alike) or names[now] == "BEFORE_WITH":
+                if self._left == 0:
+                    self.raised = True
+                    raise KeyboardInterrupt
+                self._left -= 1
+        return self
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="with is made of other instructions")
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_at_each_moment_of_a_call_leaves_nothing(two: Rig, late: bool) -> None:
+    """From the registration to the return, whether the engines answer in time or not."""
+    client = two.client
+    registry = client._dispatcher.registry
+    if late:
+        two.fault("echo", "hold", engines=[1])
+    previous = sys.gettrace()
+    for moment in range(10_000):
+        tracer = InterruptAt(moment)
+        try:
+            sys.settrace(tracer)
+            client.settle_utility("echo", moment, timeout=0.002 if late else None)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(previous)
+        free = registry.lock.acquire(timeout=scaled(5))
+        registry.lock.release()
+        assert free, moment
+        assert client.pending_utility_calls == 0, moment
+        assert not registry.abandoned
+        assert not registry._calls
+        if not tracer.raised:
+            break
+    assert 40 < moment < 10_000
 
 
 # -- storms -----------------------------------------------------------------------------------

@@ -150,6 +150,17 @@ def test_close_in_a_signal_handler() -> None:
         assert client.closed
 
 
+def test_close_without_time_takes_no_lock_and_does_not_wait() -> None:
+    """A handler may run in the middle of whatever holds a lock; then it must not want one."""
+    with rig(("cbor",)) as one:
+        dispatcher = one.client._dispatcher
+        with dispatcher.registry.lock, dispatcher.outbox._lock:
+            began = time.monotonic()
+            run_in_thread(one.client.close, timeout=0).result(scaled(5))
+            assert time.monotonic() - began < scaled(0.5)
+        wait_until(lambda: one.client.closed, what="the end")
+
+
 def test_close_in_a_handler_while_close_waits() -> None:
     """A handler that closes, in the middle of a close, disturbs nothing."""
     with rig(("cbor",)) as one:
@@ -184,6 +195,8 @@ def test_close_is_bounded_by_its_time_limit() -> None:
             began = time.monotonic()
             one.client.close()
             assert 0.1 < time.monotonic() - began < scaled(2)
+            # It has ended, and not only been left alone.
+            assert not one.client._dispatcher._thread.is_alive()
         finally:
             one.engines[0].signal(signal.SIGCONT)
 

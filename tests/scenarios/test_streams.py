@@ -30,6 +30,7 @@ from engine_client import (
     StreamError,
     StreamOverflow,
     StreamTimeout,
+    UtilityTimeoutError,
     generation,
 )
 from engine_client.tools.mock.tokens import embed, generate_tokens, top_logprobs
@@ -201,18 +202,20 @@ def test_pooling(slow: Served) -> None:
 # -- leaving early ---------------------------------------------------------------------------------
 
 
-def by_close(made: Served, name: str) -> None:
+def by_close(made: Served, name: str) -> object:
     stream = made.call(name)
     next(stream)
     stream.close()
     stream.close()
     with pytest.raises(StreamAborted):
         stream.recv()
+    return stream
 
 
-def by_with(made: Served, name: str) -> None:
+def by_with(made: Served, name: str) -> object:
     with made.call(name) as stream:
         next(stream)
+    return stream
 
 
 def by_break(made: Served, name: str) -> None:
@@ -227,13 +230,14 @@ def by_del(made: Served, name: str) -> None:
     del stream
 
 
-def by_abort(made: Served, name: str) -> None:
+def by_abort(made: Served, name: str) -> object:
     stream = made.call(name)
     next(stream)
     stream.abort()
     stream.abort()
     ends = [output.finish_reason for output in stream]
     assert ends[-1] is stream.finish_reason is FinishReason.ABORT
+    return stream
 
 
 def by_client_abort(made: Served, name: str) -> None:
@@ -254,10 +258,11 @@ def by_abort_all(made: Served, name: str) -> None:
     assert stream.finish_reason is FinishReason.ABORT
 
 
-def by_exception(made: Served, name: str) -> None:
+def by_exception(made: Served, name: str) -> object:
     with pytest.raises(ZeroDivisionError), made.call(name) as stream:  # noqa: PT012
         for _ in stream:
             raise ZeroDivisionError
+    return stream
 
 
 def by_cycle(made: Served, name: str) -> None:
@@ -283,13 +288,16 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_leaving_sends_one_abort_at_once(
-    slow: Served, way: Callable[[Served, str], None]
+    slow: Served, way: Callable[[Served, str], object]
 ) -> None:
-    """Exactly one, within 0.2 s, to the engine that has the request; it works no more on it."""
+    """Exactly one, within 0.2 s, to the engine that has the request; it works no more on it.
+
+    Where it is left by more than being dropped, the stream is still held meanwhile.
+    """
     delays = []
     for number in range(5):
         name = f"{way.__name__}-{number}-{time.monotonic_ns()}"
-        way(slow, name)
+        held = way(slow, name)
         left = time.monotonic()
         wait_until(lambda name=name: name in slow.aborted(), what="the abort")  # type: ignore[misc]
         slow.sync()
@@ -297,6 +305,7 @@ def test_each_way_of_leaving_sends_one_abort_at_once(
         told = [at for index in (0, 1) for at, ids in slow.aborts(index) for i in ids if i == name]
         assert len(told) == 1
         delays.append(told[0] - left)
+        del held
     assert statistics.median(delays) < scaled(0.2)
 
 
@@ -321,6 +330,20 @@ def test_a_finished_stream_sends_nothing(slow: Served) -> None:
     slow.client.abort()
     slow.sync()
     assert slow.aborted() == before
+
+
+def test_an_abort_that_nobody_confirms_is_an_error(slow: Served) -> None:
+    """It says which engine did not answer; the stream has ended all the same."""
+    stream = slow.call("unconfirmed")
+    next(stream)
+    slow.client.call_utility("mock_fault", {"method": "is_sleeping", "do": "drop"})
+    try:
+        with pytest.raises(UtilityTimeoutError) as info:
+            slow.client.abort("unconfirmed", confirm=True, timeout=0.05)
+    finally:
+        slow.client.call_utility("mock_clear")
+    assert info.value.outcomes.unsettled == (stream.engine,)
+    assert list(stream)[-1].finish_reason is FinishReason.ABORT
 
 
 def test_what_was_received_before_an_abort_can_be_read(manual: Served) -> None:
