@@ -6,13 +6,15 @@ JOB is JSON: `arguments` (of vLLM's AsyncEngineArgs, as the engines have them), 
 `output_address` (this client binds both; the engines were told them as those of one frontend of
 several), and `client_index` (which one). Prints `ready`; then it reads lines of JSON and answers
 each: `["latency", calls]` with the median seconds of so many utility calls, `["rate", count,
-tokens]` with tokens per second of so many requests at once.
+tokens]` with tokens per second of so many requests at once; and with the seconds of processor time
+that this process took for a call or a token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import sys
 import time
@@ -123,8 +125,10 @@ async def main(kind: str, job: dict[str, Any]) -> None:
     measured = Measured(kind, job)
     say("ready")
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        say(await getattr(measured, what)(*arguments))
+        what, *counts = json.loads(line)
+        start = time.process_time()
+        value = await getattr(measured, what)(*counts)
+        say([value, (time.process_time() - start) / math.prod(counts)])
     measured.client.shutdown()
 
 
