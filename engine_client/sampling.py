@@ -197,7 +197,8 @@ class SamplingParams:
         check_int("stream_interval", self.stream_interval, 1, optional=True)
         for name in ("output_text_buffer_length", "routed_experts_prompt_start"):
             check_int(name, getattr(self, name), 0)
-        if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
+        check_int("output_kind", self.output_kind)  # 1.0 is in (0, 1, 2) too
+        if self.output_kind not in (0, 1, 2):
             _refuse("output_kind", "0, 1 or 2", self.output_kind)
         for name in (
             "stop_token_ids",
@@ -338,6 +339,7 @@ class PoolingParams:
     late_interaction_params: Sequence[Any] | None = None
     extra_kwargs: Mapping[str, Any] | None = None
     output_kind: int = 2
+    """The final output only: an engine refuses others, and hears nothing any more."""
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in POOLING_TASKS:
@@ -360,8 +362,9 @@ class PoolingParams:
             ):
                 _refuse("late_interaction_params", wanted, late)
             check_int("late_interaction_params[2]", (*late, None)[2], optional=True)
-        if self.output_kind not in (0, 1, 2) or isinstance(self.output_kind, bool):
-            _refuse("output_kind", "0, 1 or 2", self.output_kind)
+        check_int("output_kind", self.output_kind)
+        if self.output_kind != 2:
+            _refuse("output_kind", "2 (the final output only) to pool", self.output_kind)
 
     def to_plain(self) -> list[Any]:
         """The wire's ten positions."""
