@@ -94,12 +94,6 @@ def check_map(name: str, value: object) -> None:
             _refuse(name, "a mapping with strings as keys", value)
 
 
-def _check_output_kind(value: object) -> None:
-    # 1.0 and True are equal to 1, but an engine takes neither for an enumeration's value.
-    if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, 2):
-        _refuse("output_kind", "0, 1 or 2", value)
-
-
 def _check_bool(name: str, value: object, *, optional: bool = False) -> None:
     if not (isinstance(value, bool) or (optional and value is None)):
         _refuse(name, "True or False", value)
@@ -206,7 +200,9 @@ class SamplingParams:
         check_int("stream_interval", self.stream_interval, 1, optional=True)
         for name in ("output_text_buffer_length", "routed_experts_prompt_start"):
             check_int(name, getattr(self, name), 0)
-        _check_output_kind(self.output_kind)
+        check_int("output_kind", self.output_kind)  # 1.0 is in (0, 1, 2) too
+        if self.output_kind not in (0, 1, 2):
+            _refuse("output_kind", "0, 1 or 2", self.output_kind)
         for name in (
             "stop_token_ids",
             "logprob_token_ids",
@@ -370,6 +366,7 @@ class PoolingParams:
     late_interaction_params: Sequence[Any] | None = None
     extra_kwargs: Mapping[str, Any] | None = None
     output_kind: int = 2
+    """The final output only: an engine refuses others, and hears nothing any more."""
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in POOLING_TASKS:
@@ -392,7 +389,9 @@ class PoolingParams:
             ):
                 _refuse("late_interaction_params", wanted, late)
             check_int("late_interaction_params[2]", (*late, None)[2], optional=True)
-        _check_output_kind(self.output_kind)
+        check_int("output_kind", self.output_kind)
+        if self.output_kind != 2:
+            _refuse("output_kind", "2 (the final output only) to pool", self.output_kind)
 
     def to_plain(self) -> list[Any]:
         """The wire's ten positions."""

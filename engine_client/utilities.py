@@ -17,7 +17,7 @@ engines was observed with vLLM 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from engine_client import _render
@@ -101,6 +101,19 @@ def _refuse_false(outcomes: Outcomes) -> Outcomes:
     )
 
 
+def _each(outcomes: Outcomes, change: Callable[[Any], Any]) -> Outcomes:
+    """The same outcomes, with the values changed."""
+    return Outcomes(
+        outcomes.method,
+        {
+            index: Ok(change(outcome.value), outcome.elapsed)
+            if isinstance(outcome, Ok)
+            else outcome
+            for index, outcome in outcomes.items()
+        },
+    )
+
+
 def _all_true(values: Sequence[Any]) -> bool:
     # None: engines before 0.32 answered nothing where newer ones answer True.
     return all(value is None or bool(value) for value in values)
@@ -169,9 +182,10 @@ class UtilityMethods:
     def get_supported_tasks(
         self: _Caller, *, timeout: Timeout = USE_DEFAULT, engines: Targets = None
     ) -> list[str]:
-        """What the model can do, for example ``["generate"]`` (consensus)."""
+        """What the model can do, for example ``["generate"]``, sorted (consensus)."""
         outcomes = self.settle_utility("get_supported_tasks", timeout=timeout, engines=engines)
-        return list(outcomes.agreed())
+        # An engine lists a set of strings, whose order is another in each process.
+        return list(_each(outcomes, lambda tasks: sorted(tasks or ())).agreed())
 
     def get_weight_version(
         self: _Caller, *, timeout: Timeout = USE_DEFAULT, engines: Targets = None
@@ -190,15 +204,7 @@ class UtilityMethods:
             ConsensusError: the engines hold different ones; ``outcomes`` has each engine's.
         """
         outcomes = self.settle_utility("list_loras", timeout=timeout, engines=engines)
-        loras: frozenset[int] = Outcomes(
-            outcomes.method,
-            {
-                index: Ok(frozenset(outcome.value or ()), outcome.elapsed)
-                if isinstance(outcome, Ok)
-                else outcome
-                for index, outcome in outcomes.items()
-            },
-        ).agreed()
+        loras: frozenset[int] = _each(outcomes, lambda held: frozenset(held or ())).agreed()
         return loras
 
     def compute_weight_checksums(

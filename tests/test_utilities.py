@@ -362,6 +362,17 @@ def test_adapters_in_any_order(group: Group) -> None:
     assert group.client.list_loras() == frozenset({1, 2})
 
 
+def test_tasks_in_any_order(group: Group) -> None:
+    """The same tasks are a consensus too: an engine lists a set, whose order is its own."""
+    group.plan.add(
+        FaultRule("get_supported_tasks", "answer", value=["token_embed", "embed"], engine=0)
+    )
+    group.plan.add(
+        FaultRule("get_supported_tasks", "answer", value=["embed", "token_embed"], engine=1)
+    )
+    assert group.client.get_supported_tasks() == ["embed", "token_embed"]
+
+
 @pytest.mark.parametrize(("wrapper", "argument"), [("add_lora", LORA), ("pin_lora", 7)])
 def test_false_is_a_failure(group: Group, wrapper: str, argument: Any) -> None:
     """Where only True means success, a False is that engine's failure."""

@@ -1,5 +1,5 @@
-"""Messages that crossed the sockets between this client's wire layer and real vLLM engines.
+"""Messages of real vLLM engines, clients' and coordinators', each with how it was made.
 
-`python -m tests.golden.record` made the JSON files; tests/wire/test_golden.py reads and writes the
-messages in them again, without vLLM.
+`tests/interop/run record` made the JSON files; `kinds.py` lists what has to be in them.
+tests/wire/test_golden.py reads and writes the messages again, without vLLM.
 """

@@ -1,42 +1,61 @@
-"""Record messages from two real vLLM engines into this folder.
+"""Record messages from real vLLM engines into this folder.
 
     tests/interop/run record
 
-It drives the engines with the wire layer and three sockets, not with the client, so that every
-frame is seen. Engine 1 reports scheduler statistics, engine 0 does not.
+It drives the engines with the wire layer and a few sockets, not with the client, so that every
+frame is seen: four engines that differ in what they can do; two lockstep groups, with a coordinator
+and without; vLLM's coordinator process. What none of them can be brought to send on a CPU is
+written by vLLM's own encoder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import zmq
 
-from engine_client.engines import engine_id, engine_index
 from engine_client.request import EngineRequest
 from engine_client.sampling import SamplingParams
-from engine_client.wire.codec import codec_named
-from engine_client.wire.messages import (
-    DEAD_SENTINEL,
-    Abort,
-    Init,
-    RequestType,
-    UtilityReply,
-    UtilityRequest,
-)
-from tests.golden.requests import ADAPTER, REQUESTS, wire_id
-from tests.golden.vectors import FOLDER, Vector
-from tests.interop.engines import EngineGroup, vllm_engines
-from tests.interop.environment import DISTRIBUTION, VERSION
+from engine_client.wire.messages import Abort, Outputs, RequestType
+from tests.golden.recorder import CODEC, SUBSCRIBE, Recorder, Vectors
+from tests.golden.requests import ADAPTER, READ, READ_AS, RUN, wire_id
+from tests.interop.engines import HERE, EngineGroup, engine_environment, vllm_engines
+from tests.interop.environment import environment
+from tests.interop.tiny_model import make_model
 
-CODEC = codec_named("msgpack")
-PATIENCE = 300.0
-CALLS: list[tuple[int, int, str, list[Any]]] = [
+SMALL, STATISTICS, FEATURES, POOLS = range(4)
+"""The engines."""
+ONLY: dict[int, dict[str, Any]] = {
+    STATISTICS: {"disable_log_stats": False},
+    FEATURES: {
+        "skip_tokenizer_init": False,
+        "enable_prompt_embeds": True,
+        "max_logprobs": -1,
+        "shutdown_timeout": 60,
+    },
+    POOLS: {
+        "runner": "pooling",
+        "enable_lora": False,
+        # The model in a process of its own, whose failures have another text.
+        "distributed_executor_backend": "mp",
+        # Replies say the types of their values.
+        "settings": {
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        },
+    },
+}
+Call = tuple[int, int, str, list[Any]]
+CALLS: list[Call] = [
     (0, 0, "is_sleeping", []),
     (1, 2**53 - 1, "is_scheduler_paused", []),
     (0, 2**64 - 1, "get_weight_version", []),
@@ -62,176 +81,106 @@ CALLS: list[tuple[int, int, str, list[Any]]] = [
 ]
 
 
-class Recorder:
-    """The frontend's three sockets, and what crossed them."""
-
-    def __init__(self, address: str) -> None:
-        self.context = zmq.Context()
-        self.handshake = self._bind(zmq.ROUTER, address)
-        self.input = self._bind(zmq.ROUTER, "tcp://127.0.0.1:*")
-        self.output = self._bind(zmq.PULL, "tcp://127.0.0.1:*")
-        self.vectors: dict[str, list[Vector]] = {}
-
-    def _bind(self, kind: int, address: str) -> zmq.Socket[bytes]:
-        sock = self.context.socket(kind)
-        sock.linger = 0
-        sock.bind(address)
-        return sock
-
-    def close(self) -> None:
-        """Close sockets and context."""
-        self.context.destroy(linger=0)
-
-    def note(
-        self,
-        family: str,
-        name: str,
-        sender: str,
-        engine: int,
-        channel: str,
-        frames: Sequence[bytes],
-    ) -> Any:
-        """Keep a message; return its payload, decoded."""
-        vector = Vector(name, sender, engine, channel, tuple(frames), None)
-        payload = vector.payload
-        value = None if payload == DEAD_SENTINEL else CODEC.decode(payload)
-        kept = Vector(name, sender, engine, channel, tuple(frames), value)
-        self.vectors.setdefault(family, []).append(kept)
-        return value
-
-    def greet(self, count: int) -> None:
-        """Do the handshake with all engines."""
-        init = Init((self._endpoint(self.input),), (self._endpoint(self.output),))
-        ready: set[int] = set()
-        registered: set[int] = set()
-        poller = zmq.Poller()
-        poller.register(self.handshake, zmq.POLLIN)
-        poller.register(self.input, zmq.POLLIN)
-        end = time.monotonic() + PATIENCE
-        while len(ready & registered) < count:
-            if time.monotonic() > end:
-                raise TimeoutError("the engines did not start")
-            for sock, _ in poller.poll(1000):
-                identity, frame = sock.recv_multipart()
-                engine = engine_index(identity)
-                assert engine is not None
-                if sock is self.input:
-                    self.note(
-                        "handshake", f"registration {engine}", "engine", engine, "input", [frame]
-                    )
-                    registered.add(engine)
-                    continue
-                status = CODEC.decode(frame)["status"]
-                self.note("handshake", f"{status} {engine}", "engine", engine, "handshake", [frame])
-                if status == "HELLO":
-                    answer = CODEC.encode(init.to_plain())
-                    self.note(
-                        "handshake", f"INIT {engine}", "client", engine, "handshake", [answer]
-                    )
-                    self.handshake.send_multipart([identity, answer])
-                else:
-                    ready.add(engine)
-
-    def _endpoint(self, sock: zmq.Socket[bytes]) -> str:
-        return sock.get_string(zmq.LAST_ENDPOINT)
-
-    def send(self, engine: int, frames: Sequence[bytes]) -> None:
-        """Send a request of any type to an engine."""
-        self.input.send_multipart([engine_id(engine), *frames])
-
-    def receive(self, fits: Callable[[list[Any]], bool]) -> tuple[list[Any], list[bytes]]:
-        """Return the next output message that fits; others are dropped."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            if self.output.poll(1000):
-                frames = self.output.recv_multipart()
-                if frames == [DEAD_SENTINEL]:
-                    return [], frames
-                message = CODEC.decode(frames[0])
-                if fits(message):
-                    return message, frames
-        raise TimeoutError("the engine did not answer")
-
-    def ask(self, engine: int, call_id: int, method: str, args: list[Any], name: str) -> None:
-        """Send a utility call and keep it."""
-        payload = CODEC.encode(UtilityRequest(0, call_id, method, args).to_plain())
-        frames = [RequestType.UTILITY, payload]
-        self.note("utility", name, "client", engine, "input", frames)
-        self.send(engine, frames)
-
-    def reply(self, call_ids: Sequence[int]) -> tuple[int, list[bytes]]:
-        """Return the next reply to one of these calls."""
-        message, frames = self.receive(lambda m: m[4] is not None and m[4][0] in call_ids)
-        return UtilityReply.from_plain(message[4]).call_id, frames
-
-    def call(self, engine: int, call_id: int, method: str, args: list[Any]) -> None:
-        """Keep a utility call and its reply."""
-        name = f"{method}, call {call_id}"
-        self.ask(engine, call_id, method, args, name)
-        self.note("utility", f"{name}: reply", "engine", engine, "output", self.reply([call_id])[1])
-
-    def add(self, engine: int, request: EngineRequest) -> str:
-        """Send a request and keep it; return the id on the wire."""
-        name = wire_id(request.request_id)
-        extra: list[bytes] = []
-        payload = CODEC.encode(request.to_plain(name, 0, extra))
-        frames = [RequestType.ADD, payload, *extra]
-        self.note("requests", request.request_id, "client", engine, "input", frames)
-        self.send(engine, frames)
-        return name
-
-    def outputs(self, engine: int, name: str, label: str) -> None:
-        """Keep the first two outputs of a request and its last."""
-        for number in range(1, 1000):
-            message, frames = self.receive(lambda m: any(o[0] == name for o in m[1]))
-            last = any(output[0] == name and output[5] is not None for output in message[1])
-            if number <= 2 or last:
-                where = f"{label}: output {number}"
-                self.note("requests", where, "engine", engine, "output", frames)
-            if last:
-                return
-
-    def save(self) -> None:
-        """Write a file for each family."""
-        for family, vectors in self.vectors.items():
-            content = {
-                "made_by": "tests/golden/record.py",
-                "engines": f"vLLM {VERSION} (the distribution {DISTRIBUTION} on Linux), run by "
-                f"tests/interop/engines.py: a Llama of two layers with random weights",
-                "dialect": "msgpack",
-                "messages": [vector.to_json() for vector in vectors],
-            }
-            path = FOLDER / f"{family}.json"
-            path.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-            print(f"{path.name}: {len(vectors)} messages, {path.stat().st_size} bytes")
+def _rpc(method: str, **arguments: Any) -> list[Any]:
+    return [method, None, [], arguments or None]
 
 
-def record(recorder: Recorder, group: EngineGroup) -> None:
-    """Have all of it said."""
-    group.adapter("alpha")
-    recorder.greet(2)
-    for engine, call_id, method, args in CALLS:
-        recorder.call(engine, call_id, method, args)
-    for request in REQUESTS:
-        recorder.outputs(0, recorder.add(0, request), request.request_id)
-    _with_statistics(recorder)
-    _overtaken(recorder)
-    _aborted(recorder)
-    _refused_by_the_engine(recorder)
-    recorder.send(1, [b"\x04", CODEC.encode([])])
-    _, frames = recorder.receive(lambda message: False)
-    recorder.note("death", "after a type byte that does not exist", "engine", 1, "output", frames)
+MORE_CALLS: list[tuple[str, list[Any]]] = [
+    ("add_lora", [["beta", 2, "adapters/beta", "base", True, False]]),
+    ("remove_lora", [2]),
+    ("pin_lora", [9]),
+    ("reset_prefix_cache", [True, True]),
+    ("reset_mm_cache", []),
+    ("reset_encoder_cache", []),
+    ("compute_weight_checksums", []),
+    ("save_sharded_state", ["sharded", "part-{rank}-{part}.safetensors", 2**30]),
+    ("execute_dummy_batch", []),
+    ("profile", [True, "prefix", 1, 2]),
+    ("profile", [False]),
+    ("release_kv_cache_memory", []),
+    ("pause_scheduler", ["keep", False]),
+    ("resume_scheduler", []),
+    ("sleep", [0, "keep"]),
+    ("wake_up", [["scheduling"]]),
+    ("collective_rpc", _rpc("init_weight_transfer_engine", init_info={"port": 1})),
+    ("collective_rpc", _rpc("start_weight_update")),
+    ("collective_rpc", _rpc("start_draft_weight_update")),
+    ("collective_rpc", _rpc("update_weights", update_info={"names": ["w"]})),
+    ("collective_rpc", _rpc("finish_weight_update")),
+    ("collective_rpc", _rpc("shutdown_weight_transfer_engine")),
+    ("collective_rpc", _rpc("checkpoint_prepare")),
+    ("collective_rpc", _rpc("checkpoint_restore")),
+    ("barrier", []),
+    ("reinitialize_distributed", [[2, 0, 0, "127.0.0.1", 1, [2], 0]]),
+    ("commit_prepared_elastic_ep", []),
+    ("is_sleeping", [{"kind": "wrong"}]),
+]
+"""Of engine 2."""
+TYPED_CALLS: list[tuple[str, list[Any]]] = [
+    ("is_sleeping", []),
+    ("get_supported_tasks", []),
+    ("get_kv_cache_group_metadata", []),
+    ("reset_mm_cache", []),
+    ("collective_rpc", _rpc("no_such_method")),
+    ("add_lora", [["none", 4, "/nonexistent", None, False, False]]),
+]
+"""Of engine 3."""
 
 
-def _long(name: str) -> EngineRequest:
-    params = SamplingParams(max_tokens=300, ignore_eos=True)
+# -- four engines ----------------------------------------------------------------------------------
+
+
+def record_engines(vectors: Vectors, folder: Path) -> None:
+    """Calls, requests, failures and the end."""
+    with vllm_engines(folder, 4, only=ONLY) as group, recording(group, vectors) as recorder:
+        group.adapter("alpha")
+        group.adapter("beta")
+        (folder / "sharded").mkdir()
+        recorder.greet(4)
+        for engine, call_id, method, args in CALLS:
+            recorder.call(engine, call_id, method, args)
+        for engine, calls in ((FEATURES, MORE_CALLS), (POOLS, TYPED_CALLS)):
+            for number, (method, args) in enumerate(calls, 1000 * engine):
+                recorder.call(engine, number, method, args)
+        for engine, requests in RUN.items():
+            for request in requests:
+                name = recorder.add(engine, request)
+                recorder.outputs(engine, name, request.request_id)
+        _with_statistics(recorder)
+        _overtaken(recorder)
+        _aborted(recorder)
+        _aborted_at_once(recorder)
+        _refused_by_the_engine(recorder)
+        _shutting_down(recorder, group)
+        recorder.send(STATISTICS, [b"\x04", CODEC.encode([])])
+        _, frames = recorder.receive(lambda message: False)
+        name = "after a type byte that does not exist"
+        recorder.note("death", name, "engine", STATISTICS, "output", frames)
+
+
+@contextlib.contextmanager
+def recording(
+    group: EngineGroup, vectors: Vectors, family: str = "", *, coordinator: bool = False
+) -> Iterator[Recorder]:
+    """A recorder of these engines."""
+    recorder = Recorder(group.address, vectors, family, coordinator=coordinator)
+    try:
+        yield recorder
+    finally:
+        recorder.close()
+
+
+def _long(name: str, tokens: int = 300) -> EngineRequest:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     return EngineRequest(name, [7, 8], params, arrival_time=1.5)
 
 
 def _with_statistics(recorder: Recorder) -> None:
     params = SamplingParams(max_tokens=1)
     request = EngineRequest("statistics", [1, 2, 3], params, arrival_time=1.5)
-    recorder.outputs(1, recorder.add(1, request), request.request_id)
+    recorder.outputs(STATISTICS, recorder.add(STATISTICS, request), request.request_id)
+    _, frames = recorder.receive(lambda m: m[0] == STATISTICS and m[2] is not None and not m[1])
+    recorder.note("requests", "statistics: alone", "engine", STATISTICS, "output", frames)
 
 
 def _overtaken(recorder: Recorder) -> None:
@@ -249,12 +198,16 @@ def _overtaken(recorder: Recorder) -> None:
     recorder.call(0, 9003, "resume_scheduler", [])
 
 
+def _abort(recorder: Recorder, engine: int, name: str, label: str) -> None:
+    frames = [RequestType.ABORT, CODEC.encode(Abort((name,)).to_plain())]
+    recorder.note("requests", f"{label}: ABORT", "client", engine, "input", frames)
+    recorder.send(engine, frames)
+
+
 def _aborted(recorder: Recorder) -> None:
     """By the client, without an answer; then by a pause, with one."""
     name = recorder.add(0, _long("aborted by the client"))
-    frames = [RequestType.ABORT, CODEC.encode(Abort((name,)).to_plain())]
-    recorder.note("requests", "aborted by the client: ABORT", "client", 0, "input", frames)
-    recorder.send(0, frames)
+    _abort(recorder, 0, name, "aborted by the client")
     recorder.call(0, 9004, "is_sleeping", [])
     name = recorder.add(0, _long("aborted by a pause"))
     recorder.receive(lambda message: any(output[0] == name for output in message[1]))
@@ -264,6 +217,13 @@ def _aborted(recorder: Recorder) -> None:
     _, frames = recorder.reply([9005])
     recorder.note("utility", "pause_scheduler, call 9005: reply", "engine", 0, "output", frames)
     recorder.call(0, 9006, "resume_scheduler", [])
+
+
+def _aborted_at_once(recorder: Recorder) -> None:
+    """By its own flag; whatever an engine says of it comes before the next answer."""
+    request = EngineRequest("aborted at once", [1, 2], arrival_time=1.5, abort_immediately=True)
+    recorder.add(FEATURES, request)
+    recorder.call(FEATURES, 9007, "is_sleeping", [])
 
 
 def _refused_by_the_engine(recorder: Recorder) -> None:
@@ -276,18 +236,249 @@ def _refused_by_the_engine(recorder: Recorder) -> None:
     recorder.outputs(0, name, "failed")
 
 
+def _shutting_down(recorder: Recorder, group: EngineGroup) -> None:
+    """Told to end, an engine finishes what runs and refuses the rest, or aborts at once."""
+    name = recorder.add(FEATURES, _long("running at the end", 1500))
+    recorder.receive(lambda message: any(output[0] == name for output in message[1]))
+    group.engines[FEATURES].signal(signal.SIGTERM)
+    number = 9100
+    while True:  # until the signal has been handled
+        recorder.ask(FEATURES, number, "is_scheduler_paused", [], f"at the end, call {number}")
+        _, frames = recorder.reply([number])
+        where = f"at the end, call {number}: reply"
+        message = recorder.note("utility", where, "engine", FEATURES, "output", frames)
+        if message[4][1] is not None:
+            break
+        del recorder.vectors.kept["utility"][-2:]
+        number += 1
+    late = recorder.add(FEATURES, _long("too late"))
+    recorder.outputs(FEATURES, late, "too late")
+    name = recorder.add(SMALL, _long("aborted by SIGTERM"))
+    recorder.receive(lambda message: any(output[0] == name for output in message[1]))
+    group.engines[SMALL].signal(signal.SIGTERM)
+    _, frames = recorder.receive(lambda m: any(o[0] == name and o[5] is not None for o in m[1]))
+    recorder.note("requests", "aborted by SIGTERM: output", "engine", SMALL, "output", frames)
+
+
+# -- lockstep groups -------------------------------------------------------------------------------
+
+
+def record_lockstep(vectors: Vectors, folder: Path, *, coordinator: bool) -> None:
+    """Two waves of two ranks, the second begun by a request that is told the old one."""
+    model = make_model(folder / "experts", num_local_experts=4)
+    first, rpc, *others = _free_ports(7)
+    meeting = {
+        "data_parallel_master_ip": "127.0.0.1",
+        "data_parallel_master_port": first,
+        "_data_parallel_master_port_list": others,
+        "_coord_store_port": 0,
+        "data_parallel_size": 2,
+    }
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "enable_lora": False,
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 1,
+        "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": rpc,
+    }
+    family = "lockstep" if coordinator else "alone"
+    with (
+        vllm_engines(folder, only={1: {"data_parallel_start_rank": 1}}, **arguments) as group,
+        recording(group, vectors, family, coordinator=coordinator) as recorder,
+    ):
+        recorder.greet(2, meeting)
+        name = recorder.add(1, _long("first", 3))
+        recorder.wake("wake-up of wave 0", 0, 1)
+        recorder.outputs(1, name, "first")
+        if coordinator:
+            _coordinated(recorder)
+        else:
+            for _ in range(2):
+                message, frames = recorder.receive(lambda m: m[6] is not None)
+                where = f"wave 0 complete, by {message[0]}"
+                recorder.note("", where, "engine", message[0], "output", frames)
+            name = recorder.add(0, _long("second", 2), wave=1)
+            recorder.wake("wake-up of wave 1", 1, None)
+            recorder.outputs(0, name, "second")
+        for engine in (0, 1):
+            recorder.ask(engine, 10 + engine, "barrier", [], f"barrier, {engine}")
+        for _ in range(2):
+            call_id, frames = recorder.reply([10, 11])
+            where = f"barrier, {call_id - 10}: reply"
+            recorder.note("", where, "engine", call_id - 10, "output", frames)
+
+
+def _coordinated(recorder: Recorder) -> None:
+    recorder.told("start of wave 0", lambda m: m[7] == 0)
+    recorder.told("load", lambda m: m[2] is not None)
+    recorder.told("wave 0 complete", lambda m: m[6] == 0)
+    name = recorder.add(1, _long("told an old wave", 400), wave=0)
+    recorder.told("start of wave 1", lambda m: m[7] == 1)
+    recorder.wake("wake-up of wave 1", 1, 1)
+    recorder.receive(lambda message: any(output[0] == name for output in message[1]))
+    _abort(recorder, 1, name, "told an old wave")
+    _, frames = recorder.receive(lambda m: m[5] is not None and not m[1])
+    recorder.note("", "told an old wave: finished", "engine", 1, "output", frames)
+    recorder.told("wave 1 complete", lambda m: m[6] == 1)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
+
+
+# -- vLLM's coordinator ----------------------------------------------------------------------------
+
+
+def record_coordinator(vectors: Vectors, folder: Path) -> None:
+    """What vLLM's coordinator says to clients and engines, both of which are played here."""
+    vllm = environment()
+    with (
+        (folder / "coordinator.log").open("wb") as log,
+        subprocess.Popen(
+            [vllm.python, HERE / "coordinator_process.py", "2"],
+            env=os.environ | engine_environment(vllm, folder),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        ) as process,
+        zmq.Context() as context,
+        contextlib.ExitStack() as stack,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, b"")
+        addresses = next(json.loads(line) for line in lines if line.startswith(b"["))
+        sockets = []
+        for kind, address in zip((zmq.XSUB, zmq.XSUB, zmq.PUSH), addresses, strict=True):
+            sock = stack.enter_context(context.socket(kind))
+            sock.linger, sock.rcvtimeo = 1000, 30_000
+            sock.connect(address)
+            sockets.append(sock)
+        _play(vectors, *sockets)
+        process.stdin.close()
+        process.wait(30)
+
+
+def _play(
+    vectors: Vectors,
+    client: zmq.Socket[bytes],
+    engine: zmq.Socket[bytes],
+    ears: zmq.Socket[bytes],
+) -> None:
+    def published(name: str, running: bool | None = None, *, counted: bool = False) -> None:
+        while True:  # it also repeats itself
+            frames = client.recv_multipart()
+            counts, _, runs = CODEC.decode(frames[0])
+            loaded = counts is not None and any(any(one) for one in counts)
+            if loaded if counted else runs is running:
+                vectors.note("coordinator", name, "coordinator", -1, "stats", frames)
+                return
+
+    def woken(name: str) -> None:
+        frames = engine.recv_multipart()
+        vectors.note("coordinator", name, "coordinator", -1, "coordinator_input", frames)
+
+    def say(name: str, payload: bytes) -> None:
+        how = "written by this project's wire layer, and taken by vLLM's coordinator process"
+        vectors.note("coordinator", name, "client", -1, "stats", [payload], how)
+        client.send(payload)
+
+    for _ in range(2):
+        engine.send(SUBSCRIBE)
+    woken("gate")
+    say("subscription", SUBSCRIBE)
+    published("asleep in wave 0", False)
+    say("request for rank 1, asleep", CODEC.encode([1, 0]))
+    woken("wake-up of wave 0")
+    ears.send(CODEC.encode(Outputs(0, start_wave=0).to_plain()))
+    woken("wake-up of wave 0, confirmed")
+    published("awake in wave 0", True)
+    load = {"num_running_reqs": 2, "num_waiting_reqs": 1, "kv_cache_usage": 0.5}
+    load |= {"step_counter": 1, "current_wave": 0}
+    ears.send(CODEC.encode(Outputs(0, scheduler_stats=load).to_plain()))
+    load |= {"step_counter": 2}
+    ears.send(CODEC.encode(Outputs(1, scheduler_stats=load).to_plain()))
+    published("loads", counted=True)
+    ears.send(CODEC.encode(Outputs(0, wave_complete=0).to_plain()))
+    published("asleep in wave 1", False)
+    say("request for rank 1, of an old wave", CODEC.encode([1, 0]))
+    woken("wake-up of wave 1 for all")
+
+
+# -- vLLM's encoder --------------------------------------------------------------------------------
+
+READ_HOW = "written by this project's wire layer, and read by vLLM's decoder; no engine ran it"
+REWRITTEN_HOW = "written by vLLM's encoder, of the record that vLLM's decoder read from ours"
+WRITTEN_HOW = "written by vLLM's encoder, of vLLM's own records; no engine here sends it"
+
+
+def record_encoded(vectors: Vectors, folder: Path) -> None:
+    """What vLLM's own encoder writes."""
+    asked: dict[str, list[bytes]] = {}
+    for request in (*(one for requests in RUN.values() for one in requests), *READ):
+        extra: list[bytes] = []
+        client, wave = READ_AS if request in READ else (0, 0)
+        plain = request.to_plain(wire_id(request.request_id), client, extra, wave=wave)
+        asked[request.request_id] = [CODEC.encode(plain), *extra]
+    question = folder / "requests.json"
+    question.write_text(
+        json.dumps({name: [one.hex() for one in frames] for name, frames in asked.items()})
+    )
+    vllm = environment()
+    done = subprocess.run(
+        [vllm.python, HERE / "vllm_records.py", question],
+        env=os.environ | engine_environment(vllm, folder),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(">>> ")]
+    answers = json.loads(line.removeprefix(">>> "))
+    for request in READ:
+        name = request.request_id
+        frames = [RequestType.ADD, *asked[name]]
+        vectors.note("encoded", name, "client", -1, "input", frames, READ_HOW)
+    for name, hexes in answers["requests"].items():
+        frames = [RequestType.ADD, *map(bytes.fromhex, hexes)]
+        label = f"{name}, by vLLM"
+        vectors.note("encoded", label, "client", -1, "input", frames, REWRITTEN_HOW)
+    for name, hexes in answers["messages"].items():
+        frames = [bytes.fromhex(one) for one in hexes]
+        kind = name.split()[0]
+        sender, channel = CHANNELS.get(kind, ("engine", "output"))
+        if channel == "input":
+            frames = [getattr(RequestType, kind), *frames]
+        vectors.note("encoded", name, sender, 0, channel, frames, WRITTEN_HOW)
+
+
+CHANNELS = {
+    "INIT": ("client", "handshake"),
+    "UTILITY": ("client", "input"),
+    "ABORT": ("client", "input"),
+    "START_DP_WAVE": ("client", "input"),
+}
+"""Of what vLLM's encoder wrote, by the first word of its name."""
+
+
 def main() -> None:
     """Start engines, record, write the files."""
-    with (
-        tempfile.TemporaryDirectory(prefix="ec-interop-", ignore_cleanup_errors=True) as name,
-        vllm_engines(Path(name), only={1: {"disable_log_stats": False}}) as group,
-    ):
-        recorder = Recorder(group.address)
-        try:
-            record(recorder, group)
-            recorder.save()
-        finally:
-            recorder.close()
+    vectors = Vectors()
+    with tempfile.TemporaryDirectory(prefix="ec-golden-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        record_encoded(vectors, folder)
+        record_coordinator(vectors, folder)
+        for coordinator in (True, False):
+            part = folder / str(coordinator)
+            part.mkdir()
+            record_lockstep(vectors, part, coordinator=coordinator)
+        record_engines(vectors, folder)
+    vectors.save()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
-FAMILIES = ("handshake", "utility", "requests", "death")
+FAMILIES = (
+    "handshake",
+    "utility",
+    "requests",
+    "death",
+    "lockstep",
+    "alone",
+    "coordinator",
+    "encoded",
+)
+DEAD_SENTINEL = b"ENGINE_CORE_DEAD"
+UNENCODED = (DEAD_SENTINEL, b"READY", b"\x00", b"\x01")
+"""Single frames that hold no payload: a death, a coordinator's gate, (un)subscriptions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,21 +30,40 @@ class Vector:
     name: str
     """Unique in its family; a reply or output begins with the name of what it answers."""
     sender: str
-    """`engine` or `client`."""
+    """`engine`, `client`, or `coordinator` (vLLM's own process)."""
     engine: int
-    """The engine that sent or received it."""
+    """The engine that sent or received it; -1 for all or none."""
     channel: str
-    """`handshake`, `input` or `output`."""
+    """`handshake`, `input`, `output`; to and from a coordinator: `coordinator_input` (which engines
+    subscribe to), `coordinator_output` (what they tell it), `stats` (its clients')."""
     frames: tuple[bytes, ...]
     """Without the identity; of what a client sends on the input socket, the type byte is first."""
     value: Any
     """The payload frame, decoded; None where it is no payload."""
+    vllm: str = ""
+    """The release of vLLM that sent, took or wrote it."""
+    how: str = ""
+    """How it was made."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether there is a payload."""
+        return self.frames[0] not in UNENCODED or len(self.frames) > 1
+
+    @property
+    def requested(self) -> bool:
+        """Whether the first frame says what the second is."""
+        return len(self.frames) > 1 and len(self.frames[0]) == 1
 
     @property
     def payload(self) -> bytes:
         """The frame that `value` is decoded from."""
-        requested = self.sender == "client" and self.channel == "input"
-        return self.frames[1 if requested else 0]
+        return self.frames[1 if self.requested else 0]
+
+    @property
+    def bodies(self) -> tuple[bytes, ...]:
+        """The payload and the frames behind it, by the numbers that arrays name."""
+        return self.frames[1:] if self.requested else self.frames
 
     def to_json(self) -> dict[str, Any]:
         """As it is kept."""
@@ -41,6 +72,8 @@ class Vector:
             "sender": self.sender,
             "engine": self.engine,
             "channel": self.channel,
+            "vllm": self.vllm,
+            "how": self.how,
             "frames": [frame.hex() for frame in self.frames],
             "value": jsonable(self.value),
         }
@@ -57,6 +90,8 @@ def load(family: str) -> list[Vector]:
             one["channel"],
             tuple(bytes.fromhex(frame) for frame in one["frames"]),
             one["value"],
+            one["vllm"],
+            one["how"],
         )
         for one in kept["messages"]
     ]

@@ -56,7 +56,14 @@ class VllmEngine:
     """One real engine; a context manager. It runs from the constructor on, and dies with us."""
 
     def __init__(
-        self, vllm: Environment, address: str, index: int, folder: Path, **arguments: Any
+        self,
+        vllm: Environment,
+        address: str,
+        index: int,
+        folder: Path,
+        *,
+        settings: Mapping[str, str] = MappingProxyType({}),
+        **arguments: Any,
     ) -> None:
         self.index = index
         self._log_path = folder / f"engine-{index}.log"
@@ -71,7 +78,7 @@ class VllmEngine:
         with theirs, self._log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [vllm.python, HERE / "engine_process.py", json.dumps(job)],
-                env=os.environ | engine_environment(vllm, folder),
+                env=os.environ | engine_environment(vllm, folder) | dict(settings),
                 cwd=folder,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -185,7 +192,8 @@ def vllm_engines(
         folder: For model, adapters, logs, sockets.
         count: How many.
         transport: `tcp` or `ipc`.
-        only: More arguments for some of them, by index; `vllm` is another environment.
+        only: More arguments for some of them, by index; `vllm` is another environment, `settings`
+            are environment variables.
         **arguments: For vLLM's AsyncEngineArgs, over those that all engines get.
 
     Yields:

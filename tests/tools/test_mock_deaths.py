@@ -295,6 +295,8 @@ def test_pooling_parameters() -> None:
     assert read_pooling([]) == Pooling()
     assert read_pooling([True, 16]) == Pooling(dimensions=16)
     assert read_pooling([None, None, None, None, "embed"]) == Pooling("embed")
+    with pytest.raises(ProtocolError, match="position 9"):
+        read_pooling([None, None, None, None, "embed", False, None, None, None, 1])
 
 
 # -- mute ------------------------------------------------------------------------------------------

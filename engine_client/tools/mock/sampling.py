@@ -250,7 +250,7 @@ _POOLING: tuple[Check, ...] = (
     or_nil(is_flag),
     or_nil(lambda value: type(value) is list),
     or_nil(is_map),
-    is_int,
+    lambda value: is_int(value) and value == 2,
 )
 
 
