@@ -29,6 +29,10 @@ _TOKEN = os.urandom(8).hex()
 _TAIL = b"\x70" + _TOKEN.encode()
 
 _NON_FINITE = re.compile(rb"\xf9[\x7c\x7e\xfc]\x00")
+_LARGE = 65_536
+"""Bytes from which a byte string is written here."""
+_SHORT = 64
+"""Items up to which a list or map is looked through for large byte strings."""
 _WIDE_NEGATIVE = re.compile(rb"\x3b[\x80-\xff]")
 
 
@@ -53,12 +57,11 @@ class CborCodec(Codec):
     name: ClassVar[Dialect] = "cbor"
 
     def encode(self, value: Plain) -> bytes:
-        frame = dumps(value)
-        # cbor2 writes NaN and the infinities in 16 bits, all other floats in 64.  Weights look
-        # like that somewhere by chance, and to encode 10 MB anew takes 30 ms.
-        if _NON_FINITE.search(frame) and _holds_non_finite(value):
-            frame = dumps(value, encoders={float: _encode_double})
-        return frame
+        if not _holds_large(value):
+            return _encode_whole(value)
+        pieces: list[bytes] = []
+        _write(value, pieces)
+        return b"".join(pieces)
 
     def read(self, frame: bytes | memoryview) -> Plain:
         data = b"".join((b"\x82", frame, _TAIL))
@@ -78,6 +81,54 @@ class CborCodec(Codec):
         if _WIDE_NEGATIVE.search(data):
             _verify_integers(value)
         return value
+
+
+def _encode_whole(value: Plain) -> bytes:
+    frame = dumps(value)
+    # cbor2 writes NaN and the infinities in 16 bits, all other floats in 64.
+    if _NON_FINITE.search(frame) and _holds_non_finite(value):
+        frame = dumps(value, encoders={float: _encode_double})
+    return frame
+
+
+# cbor2 copies a byte string of 300 MB several times over, and no other thread runs for most of a
+# second.  Joining pieces makes one copy, and lets them run.
+
+
+def _holds_large(value: Plain) -> bool:
+    """Whether a large byte string lies in a value, as an argument or beside others in one."""
+    kind = type(value)
+    if kind is bytes:
+        return len(value) >= _LARGE
+    if kind not in (list, dict) or len(value) > _SHORT:
+        return False
+    return any(map(_holds_large, value if kind is list else value.values()))
+
+
+def _write(value: Plain, pieces: list[bytes]) -> None:
+    """Write a value as cbor2 does, without a look into large byte strings."""
+    kind = type(value)
+    if kind is bytes and len(value) >= _LARGE:
+        pieces += _head(0x40, len(value)), value
+    elif kind is list and len(value) <= _SHORT:
+        pieces.append(_head(0x80, len(value)))
+        for item in value:
+            _write(item, pieces)
+    elif kind is dict and len(value) <= _SHORT:
+        pieces.append(_head(0xA0, len(value)))
+        for key, item in value.items():
+            pieces.append(_encode_whole(key))
+            _write(item, pieces)
+    else:
+        pieces.append(_encode_whole(value))
+
+
+def _head(major: int, length: int) -> bytes:
+    """What begins a byte string, an array or a map of a length, as short as it can be."""
+    if length < 24:
+        return bytes((major | length,))
+    width = next(step for step in range(4) if length < 1 << (8 << step))
+    return bytes((major | 24 + width,)) + length.to_bytes(1 << width, "big")
 
 
 def _loads(data: bytes) -> Plain:

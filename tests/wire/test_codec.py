@@ -13,6 +13,7 @@ from array import array
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import cbor2
 import msgspec
@@ -233,6 +234,22 @@ def test_round_trip(dialect: str, value: Any) -> None:
     result = codec.decode(codec.encode(value))
     assert result == value
     assert repr(result) == repr(value)
+
+
+@given(plain_values)
+@example([0, 1, "load", [[b"weights", {"more": [b"weights", math.inf, -1]}], b""]])
+def test_large_bytes_are_written_as_all_others(value: Any) -> None:
+    """Here, not by cbor2, which would keep all other threads from running."""
+    whole = CBOR.encode(value)
+    with mock.patch.object(cbor, "_LARGE", 1):
+        assert CBOR.encode(value) == whole
+
+
+@pytest.mark.parametrize("size", [0, 23, 24, 255, 256, 65_535, 65_536])
+def test_the_length_of_large_bytes(size: int) -> None:
+    value = [bytes(size), [0] * min(size, 64), dict.fromkeys(range(min(size, 64)), 0)]
+    with mock.patch.object(cbor, "_LARGE", 0):
+        assert CBOR.encode(value) == cbor2.dumps(value)
 
 
 @given(leaves)
