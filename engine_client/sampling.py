@@ -212,6 +212,8 @@ class SamplingParams:
             check_token_ids(name, getattr(self, name))
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise RequestRefusedError("allowed_token_ids is empty: no token could be sampled")
+        if isinstance(self.bad_words, str):  # an engine's receiving would end with it
+            _refuse("bad_words", "a sequence of strings", self.bad_words)
         for name in ("stop", "bad_words"):
             _check_texts(name, getattr(self, name))
         for name in (

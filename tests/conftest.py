@@ -17,7 +17,9 @@ from tests.helpers.limits import TIMEOUT_FACTOR
 
 # No deadline per example: a busy machine is not a bug; pytest's time limit ends what hangs.
 settings.register_profile("ci", deadline=None, print_blob=True)
-settings.register_profile("full", settings.get_profile("ci"), max_examples=5_000)
+settings.register_profile("full", settings.get_profile("ci"), max_examples=1_000)
+LONG_FACTOR = 10
+"""With so many examples, the time limits are this much longer."""
 settings.load_profile("ci")
 
 
@@ -35,21 +37,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = config.getoption("--long")
+    if long:
+        # Its look at threads that run may crash the process, and it would look at every long test.
+        config.pluginmanager.unregister(name="faulthandler")
+    factor = TIMEOUT_FACTOR * (LONG_FACTOR if long else 1)
     skip_long = pytest.mark.skip(reason="takes long: run with --long")
     default = float(config.getini("timeout") or 0)
     for item in items:
-        if item.get_closest_marker("long") and not config.getoption("--long"):
-            item.add_marker(skip_long)
-        if TIMEOUT_FACTOR != 1:
-            _scale_time_limit(item, default)
+        if item.get_closest_marker("long"):
+            if not long:
+                item.add_marker(skip_long)
+            _scale_time_limit(item, default, TIMEOUT_FACTOR)
+        else:
+            _scale_time_limit(item, default, factor)
 
 
-def _scale_time_limit(item: pytest.Item, default: float) -> None:
+def _scale_time_limit(item: pytest.Item, default: float, factor: float) -> None:
+    if factor == 1:
+        return
     marker = item.get_closest_marker("timeout")
     keywords = dict(marker.kwargs) if marker else {}
     seconds = keywords.pop("timeout", marker.args[0] if marker and marker.args else default)
     item.add_marker(
-        pytest.mark.timeout(seconds * TIMEOUT_FACTOR, **keywords),
+        pytest.mark.timeout(seconds * factor, **keywords),
         append=False,  # the closest one counts
     )
 

@@ -736,25 +736,32 @@ class Members(ABC):
         self._review_outputs(now)
         self._later(now + ask_after, self._ask_doubtful)
         unheard = [(peer, peer.input) for peer in self._nameless()]
-        self._later(now + UNHEARD, partial(self._bury_unheard, unheard, why))
+        self._later(now + UNHEARD, partial(self._bury_unheard, unheard, why, 2))
 
     def _bury_unheard(
-        self, unheard: Sequence[tuple[Peer, Connection | None]], why: str, now: float
+        self, unheard: Sequence[tuple[Peer, Connection | None]], why: str, asks: int, now: float
     ) -> None:
-        """With no output connection left at all, nobody can be heard, whoever's it was.
+        """An engine cannot be heard if there is no output connection that could be its own.
 
-        Except an engine that has registered since, whose connection may be on its way.
+        Unless it has registered since, and its connection may be on its way.
         """
-        if any(not c.retired for c in self._connections["output"].values()):
-            return
-        for peer, connection in unheard:
-            if (
-                peer.output is None
-                and peer.input is connection
-                and self.registry.engines[peer.index].alive
-                and self._awaited(peer) is None
-            ):
+        unheard = [
+            (peer, connection)
+            for peer, connection in unheard
+            if peer.output is None
+            and peer.input is connection
+            and self.registry.engines[peer.index].alive
+            and self._awaited(peer) is None
+        ]
+        unnamed, nameless = self._unnamed_outputs(), self._nameless()
+        if not unnamed:
+            for peer, _ in unheard:
                 self._die(peer, why, now, lost=None if why is SENTINEL else "output")
+        elif unheard and asks and len(unnamed) < len(nameless):
+            # One lacks its own.  Whoever answers names his, until none is left.
+            for peer in nameless:
+                self._ask(peer)
+            self._later(now + UNHEARD, partial(self._bury_unheard, unheard, why, asks - 1))
 
     def _ask_doubtful(self, now: float) -> None:
         """Ask engines whose output connection has no name: a reply names it."""

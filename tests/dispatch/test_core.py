@@ -736,6 +736,27 @@ def test_strangers_connection() -> None:
     assert rig.questions() == {}
 
 
+def test_an_output_connection_is_lost_while_another_engine_starts() -> None:
+    """It could have been of either; who answers names his, and the other cannot be heard."""
+    rig = Rig(0, 1)
+    rig.handshake(0, Hello())
+    rig.handshake(1, Hello())
+    rig.register(1)
+    rig.connect("output", 21)
+    rig.connect("output", 20)
+    rig.lose("output", 21)
+    rig.register(0)
+    rig.handshake(0, Ready())
+    rig.handshake(1, Ready())
+    call = rig.call(1)
+    rig.advance(UNHEARD)
+    rig.reply(0, rig.questions()[0])
+    assert waiting(call) == [1]
+    rig.advance(UNHEARD)
+    assert isinstance(error_of(call, 1), EngineDeadError)
+    assert rig.alive() == [0]
+
+
 def test_reconnected_while_nobody_knew_it() -> None:
     """A nameless output connection is lost and comes back before anybody is asked: what the engine
     said in between may be lost, so what was in flight there fails; nothing else does.

@@ -1,13 +1,19 @@
-"""Random schedules: made from a seed, played, and shrunk when they fail."""
+"""Random schedules: made from a seed, played, and shrunk when they fail.
+
+Run as ``python -m tests.simulation.schedules SEED COUNT SECONDS``, it plays as many as time allows.
+"""
 
 from __future__ import annotations
 
+import logging
 import random
+import sys
+import time
 from collections.abc import Sequence
 
 from tests.simulation.world import STEPS, Options, World
 
-__all__ = ["Step", "failure", "play", "schedule", "shrink"]
+__all__ = ["Step", "failure", "play", "play_many", "schedule", "shrink"]
 
 Step = tuple[str, int, int]
 _LENGTHS = (20, 60, 120)
@@ -67,3 +73,32 @@ def shrink(options: int, steps: Sequence[Step], error: Exception) -> tuple[int, 
                 left = simpler
                 break
     return options, left
+
+
+def play_many(seed: int, count: int, seconds: float = float("inf")) -> tuple[int, int]:
+    """Play random schedules; fail with the first bad one, shrunk.
+
+    Returns:
+        How many were played, and how many steps they had.
+    """
+    end = time.monotonic() + seconds
+    played = steps = 0
+    while played < count and time.monotonic() < end:
+        options, chosen = schedule(seed + played)
+        error = failure(options, chosen)
+        if error is not None:
+            options, chosen = shrink(options, chosen, error)
+            listing = "\n".join(f"    {step}" for step in chosen)
+            raise AssertionError(
+                f"seed {seed + played}, {Options.picked(options)}, shrunk to {len(chosen)} steps:\n"
+                f"{listing}"
+            ) from failure(options, chosen)
+        played += 1
+        steps += len(chosen)
+    return played, steps
+
+
+if __name__ == "__main__":
+    # Deaths by the thousand are logged by the thousand otherwise.
+    logging.getLogger("engine_client").setLevel(logging.CRITICAL + 1)
+    print(*play_many(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])))

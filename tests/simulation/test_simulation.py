@@ -7,9 +7,12 @@ The default run draws some hundred schedules by hypothesis and as many at random
 from __future__ import annotations
 
 import logging
+import os
 import random
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,13 +29,15 @@ from engine_client.dispatch.core import Core
 from engine_client.dispatch.peers import Connection, Peer
 from engine_client.dispatch.registry import Registry
 from tests.helpers.limits import TIMEOUT_FACTOR
-from tests.simulation.schedules import failure, schedule, shrink
+from tests.simulation.schedules import failure, play_many, schedule, shrink
 from tests.simulation.world import STEPS, Options, World
 
 SMALL = st.integers(0, 15)
 LONG = 100_000
 """Random schedules of ``--long``."""
-LONG_SECONDS = 2400.0
+PROCESSES = os.cpu_count() or 1
+ROOT = Path(__file__).resolve().parents[2]
+LONG_SECONDS = 1800.0
 """What they may take; a slow machine plays fewer, and says how many."""
 
 
@@ -100,34 +105,11 @@ def test_schedules_of_hypothesis(request: pytest.FixtureRequest) -> None:
     run_simulation(2_000 if request.config.getoption("--long") else 60)
 
 
-def play_many(seed: int, count: int, seconds: float = float("inf")) -> int:
-    """Play random schedules; fail with the first bad one, shrunk.  Returns how many were played."""
-    end = time.monotonic() + seconds
-    steps = 0
-    for number in range(count):
-        if time.monotonic() > end:
-            break
-        options, chosen = schedule(seed + number)
-        steps += len(chosen)
-        error = failure(options, chosen)
-        if error is not None:
-            options, chosen = shrink(options, chosen, error)
-            listing = "\n".join(f"    {step}" for step in chosen)
-            raise AssertionError(
-                f"seed {seed + number}, {Options.picked(options)}, shrunk to {len(chosen)} steps:\n"
-                f"{listing}"
-            ) from failure(options, chosen)
-    else:
-        number += 1
-    print(f"seed {seed}: {number:,} schedules of {steps:,} steps")
-    return number
-
-
 def test_random_schedules() -> None:
     """The accounts hold after every step of some hundred long schedules."""
     seed = random.getrandbits(32)
     print(f"seed {seed}")
-    assert play_many(seed, 300) == 300
+    assert play_many(seed, 300)[0] == 300
 
 
 @pytest.mark.long
@@ -135,9 +117,32 @@ def test_random_schedules() -> None:
 def test_very_many_random_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     """The accounts hold after every step of 100,000 schedules, or of as many as time allows."""
     seed = random.getrandbits(32)
+    share = LONG // PROCESSES
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tests.simulation.schedules"),
+                *(str(seed + number * share), str(share), str(LONG_SECONDS * TIMEOUT_FACTOR)),
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(PROCESSES)
+    ]
+    try:
+        said = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            with process:
+                process.kill()
+    assert all(process.returncode == 0 for process in processes), "\n".join(said)
+    played, steps = (
+        sum(counts) for counts in zip(*(map(int, s.split()) for s in said), strict=True)
+    )
     with capsys.disabled():
-        print(f"\nseed {seed}")
-        played = play_many(seed, LONG, LONG_SECONDS * TIMEOUT_FACTOR)
+        print(f"\nseed {seed}: {played:,} schedules of {steps:,} steps")
     assert played >= LONG // 10
 
 
