@@ -6,53 +6,20 @@ Run as ``python -m tests.benchmarks.engines INPUT OUTPUT COUNT``; it ends with i
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from engine_client.tools.mock_engine import MockEngine
+from tests.benchmarks.peers import Peers
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-class Engines:
+class Engines(Peers):
     """Engines that connect to ready-made data addresses; a context manager."""
 
     def __init__(self, count: int) -> None:
+        super().__init__("tests.benchmarks.engines", str(count))
         self.count = count
-        self._folder = tempfile.mkdtemp(prefix="engine-client-bench-")
-        self.input_address = f"ipc://{self._folder}/input"
-        self.output_address = f"ipc://{self._folder}/output"
-        self._host = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.benchmarks.engines"),
-                *(self.input_address, self.output_address, str(count)),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._host.stdout is not None
-        self.pids = [int(pid) for pid in self._host.stdout.readline().split()]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._host:  # closes its standard input and waits
-            pass
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self.pids = [int(pid) for pid in self.answers.readline().split()]
 
 
 def _hang() -> None:

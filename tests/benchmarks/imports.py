@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
-from tests.benchmarks.engines import ROOT
+from tests.benchmarks.peers import ROOT
 from tests.benchmarks.report import Options, Result, Spread
 
 _CODE = """

@@ -8,75 +8,44 @@ registers, takes requests and sends one batch after another when told to.
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import cbor2
 import zmq
 
 from engine_client import EngineClient, EngineRequest, RequestStream, connect_bootstrapped
 from engine_client.engines import engine_id
+from tests.benchmarks.bare import BareSockets
+from tests.benchmarks.peers import Peers
 from tests.benchmarks.report import Options, Result, Spread
 
-ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 1 / 0.6
 """The bare loop may be as many times faster."""
 CASES = ((1, 1), (8, 1), (64, 1), (8, 8), (64, 8))
 """Requests at once, which are as many outputs in each message, and consumer threads."""
 
 
-class Sender:
+class Sender(Peers):
     """The process that sends; a context manager."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="engine-client-bench-")
-        self.input_address = f"ipc://{self._folder}/input"
-        self.output_address = f"ipc://{self._folder}/output"
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.benchmarks.stream"),
-                *(self.input_address, self.output_address),
-            ],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        super().__init__("tests.benchmarks.stream")
 
     def tell(self, line: str) -> None:
         """Give an order."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
+        self.orders.write(f"{line}\n")
+        self.orders.flush()
 
     def prepare(self, steps: int, wire_ids: list[str]) -> None:
         """Have all messages encoded and wait until they are."""
         self.tell(f"{steps} {' '.join(wire_ids)}")
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with self._process:
-            pass
-        shutil.rmtree(self._folder, ignore_errors=True)
+        assert self.answers.readline() == "ready\n"
 
 
 def run(options: Options) -> Iterator[Result]:
@@ -91,7 +60,7 @@ def _case(count: int, consumers: int, total: int, *, turns: int) -> Result:
     bare: list[float] = []
     with (
         Sender() as theirs,
-        BareSockets(theirs) as pull,
+        BareSockets(theirs) as bare_sockets,
         Sender() as mine,
         connect_bootstrapped(
             mine.input_address, mine.output_address, timeout=60, max_pending_outputs=10**6
@@ -100,7 +69,7 @@ def _case(count: int, consumers: int, total: int, *, turns: int) -> Result:
         for turn in range(turns):
             works: tuple[Callable[[], None], ...] = (
                 lambda: ours.append(client_run(client, mine, count, consumers, total)),
-                lambda: bare.append(bare_run(pull, theirs, count, total)),
+                lambda: bare.append(bare_run(bare_sockets.pull, theirs, count, total)),
             )
             for work in works[:: 1 if turn % 2 else -1]:
                 work()
@@ -165,32 +134,6 @@ def bare_run(pull: zmq.Socket[bytes], sender: Sender, count: int, total: int) ->
     took = time.perf_counter() - began
     assert {len(queue) for queue in queues.values()} == {steps}
     return took
-
-
-class BareSockets:
-    """The sockets of the bare loop, bound where its sender connects; a context manager."""
-
-    def __init__(self, sender: Sender) -> None:
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._pull = self._context.socket(zmq.PULL)
-        for sock, address in (
-            (self._router, sender.input_address),
-            (self._pull, sender.output_address),
-        ):
-            sock.set_hwm(0)
-            sock.bind(address)
-
-    def __enter__(self) -> zmq.Socket[bytes]:
-        return self._pull
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._context.destroy(linger=0)
 
 
 def main(input_address: str, output_address: str) -> None:
