@@ -254,6 +254,10 @@ def _take(
     item = live.get(request.wire_id)
     if item is None:
         return
+    if delivery.frames is None and item.transcript is None and delivery.record[5] is None:
+        # The usual output: tokens, no end, nothing to check.
+        item.tokens += delivery.record[1]
+        return
     if delivery.error is not None:
         del live[request.wire_id]
         if not isinstance(delivery.error, Exception):
