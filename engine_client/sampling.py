@@ -167,7 +167,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
-    bad_words: Sequence[str] | None = None
+    bad_words: str | Sequence[str] | None = None
     bad_words_token_ids: Sequence[Sequence[int]] | None = None
     """Token sequences that must not come; what ``bad_words`` is turned into by a tokenizer."""
     skip_reading_prefix_cache: bool | None = None
@@ -212,8 +212,6 @@ class SamplingParams:
             check_token_ids(name, getattr(self, name))
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise RequestRefusedError("allowed_token_ids is empty: no token could be sampled")
-        if isinstance(self.bad_words, str):  # an engine's receiving would end with it
-            _refuse("bad_words", "a sequence of strings", self.bad_words)
         for name in ("stop", "bad_words"):
             _check_texts(name, getattr(self, name))
         for name in (
@@ -331,8 +329,9 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not default and value != default:
                 plain[_WIRE_NAMES.get(name, name)] = value
-        if isinstance(self.stop, str):
-            plain["stop"] = [self.stop]
+        for name in ("stop", "bad_words"):
+            if isinstance(plain.get(name), str):  # an engine's receiving would end with it
+                plain[name] = [plain[name]]
         stops = set(self.stop_token_ids or ())
         if self.eos_token_id is not None:
             stops.add(self.eos_token_id)

@@ -160,12 +160,6 @@ def test_only_an_integer_is_an_output_kind(kind: Any, value: object) -> None:
         kind(output_kind=value)
 
 
-def test_one_bad_word_is_none() -> None:
-    """Unlike a stop string: an engine takes a list of them only."""
-    with pytest.raises(RequestRefusedError, match="bad_words must be a sequence of strings"):
-        SamplingParams(bad_words="word")
-
-
 @pytest.mark.parametrize("name", ["n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"])
 @pytest.mark.parametrize("value", [1.0, True, "1", math.nan])
 def test_only_an_integer_is_an_integer(name: str, value: object) -> None:

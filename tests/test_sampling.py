@@ -248,6 +248,13 @@ def test_defaults_are_left_out() -> None:
     }
 
 
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_one_string_goes_out_as_a_list(name: str) -> None:
+    """A string where it takes a list would end a real engine's receiving."""
+    params: Any = SamplingParams
+    assert params(**{name: "word"}).to_plain() == {name: ["word"]}
+
+
 def test_eos_and_stop_tokens_fill_the_private_keys() -> None:
     """EOS stops by one key; both are held back before min_tokens by another."""
     params = SamplingParams(eos_token_id=2, stop_token_ids=[9, 7], min_tokens=3)
