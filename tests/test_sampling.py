@@ -293,7 +293,7 @@ def test_every_other_name_is_the_wires() -> None:
     }
     for field in fields(SamplingParams):
         name = field.name
-        if name in ("eos_token_id", "bad_words_token_ids", "detokenize", "stop"):
+        if name in ("eos_token_id", "bad_words", "bad_words_token_ids", "detokenize", "stop"):
             continue
         value = changed.get(name)
         if value is None:
