@@ -218,6 +218,9 @@ class Core(Members):
                 return [*named, *sharing]
             # Without a name, or with a number that may be another's by now.
             possible = [p for p in self._nameless() if connection.born > p.since or p in sharing]
+            if connection.index is not None and not connection.closing:
+                # Its engine has registered since, and it may be a former process's: no other's.
+                possible = [p for p in possible if p.index == connection.index or p in sharing]
             if connection.closing:
                 possible += [
                     p for p in self._peers.values() if p.output is not None and p.output.closing

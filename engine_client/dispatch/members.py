@@ -820,6 +820,7 @@ class Members(ABC):
                 if other.covered is not None and other.covered >= connection.born:
                     other.covered = other.doubt = None
         peer.output = connection
+        connection.index = peer.index
         peer.doubt = None
         if peer.codec is not None:
             connection.codec = codec_named(peer.codec)

@@ -17,13 +17,15 @@ Side = Literal["input", "output"]
 class Connection:
     """One connection of a peer to the input or the output socket."""
 
-    __slots__ = ("born", "closing", "codec", "retired")
+    __slots__ = ("born", "closing", "codec", "index", "retired")
 
     def __init__(self, born: int) -> None:
         self.born = born
         """Its place in the order in which connections arrived."""
         self.codec: Codec | None = None
         """What its messages are decoded with, once it is named for an engine."""
+        self.index: int | None = None
+        """The engine that an output on it named: a process of that index has it, and no other."""
         self.retired = False
         """Its engine was replaced or reported its death: what still comes is late."""
         self.closing = False

@@ -1378,6 +1378,24 @@ def test_garbage_of_a_nameless_connection() -> None:
     assert isinstance(error_of(call, 1), ReplyError)
 
 
+def test_garbage_of_one_that_spoke_before_it_was_registered() -> None:
+    """Its connection may be a former process's; but it is that of no engine of another index."""
+    rig = Rig(0, 1)
+    rig.start(1)
+    rig.handshake(0, Hello())
+    rig.connect("output", 20)
+    rig.say(0)
+    rig.register(0)
+    rig.handshake(0, Ready())
+    call = rig.call()
+    rig.output(20, b"\xff")
+    assert isinstance(error_of(call, 0), ReplyError)
+    assert waiting(call) == [1]
+    rig.output(21, b"\xff")
+    assert isinstance(error_of(call, 1), ReplyError)
+    assert rig.alive() == [0, 1]
+
+
 def test_garbage_of_strangers() -> None:
     """Garbage that no engine can have sent fails nobody: from an old incarnation, from a
     connection without a descriptor (no engine speaks so old a protocol), from one too many.
