@@ -25,6 +25,7 @@ from typing import Any, Literal, TypeVar
 from engine_client.deadline import Deadline
 from engine_client.dispatch.core import Core
 from engine_client.dispatch.lockstep import Outgoing
+from engine_client.dispatch.members import UNHEARD
 from engine_client.dispatch.peers import Side
 from engine_client.dispatch.registry import EngineRecord, Registry
 from engine_client.dispatch.requests import Delivery, PendingRequest, RequestTable
@@ -157,6 +158,8 @@ class Process:
         """How many connections there had been when it was told."""
         self.registered = False
         """Whether the client has read its registration."""
+        self.registered_at = 0.0
+        """When it did."""
         self.input: Link | None = None
         self.output: Link | None = None
         self.left: set[Side] = set()
@@ -427,6 +430,7 @@ class World:
                     other.registered = False
                     other.superseded = True
             process.registered = True
+            process.registered_at = self.now
             if process.output is not None:
                 process.output.named.clear()  # what it said before does not count
             self.core.registration(engine_id(process.index), [frame.data], link.fd, self.now)
@@ -508,6 +512,14 @@ class World:
             ):
                 # A stranger's connection may be taken for this one, and its loss for this one's
                 # until it is probed.
+                process.unbroken = False
+            if (
+                process.registered
+                and self.now > process.registered_at + UNHEARD
+                and not self.registry.engines[process.index].alive
+            ):
+                # Nobody waits for it that long, once a connection is lost that may have been this
+                # one; that it is here after all is only known when it is noticed.
                 process.unbroken = False
             while process.unsent:
                 link.pipe.append(process.unsent.popleft())
