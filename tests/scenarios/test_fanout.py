@@ -42,14 +42,6 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Rig]:
         made.check_messages()
 
 
-@pytest.fixture
-def two(shared: Rig) -> Iterator[Rig]:
-    """The shared engines, without faults before and after."""
-    yield shared
-    shared.settle_down()
-    shared.check()
-
-
 # -- the three mistakes that started this library -----------------------------------------------
 
 

@@ -31,22 +31,6 @@ from tests.helpers import interrupt_storm, run_in_thread, scaled, storm_test, wa
 from tests.scenarios.rig import Rig, rig
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Rig]:
-    """One engine of each dialect, shared by the tests of single interrupts."""
-    with rig(("cbor", "msgpack")) as made:
-        yield made
-        made.check_messages()
-
-
-@pytest.fixture
-def two(shared: Rig) -> Iterator[Rig]:
-    """The shared engines, without faults before and after."""
-    yield shared
-    shared.settle_down()
-    shared.check()
-
-
 @pytest.fixture
 def seconds(request: pytest.FixtureRequest) -> float:
     """How long a storm lasts."""

@@ -23,14 +23,6 @@ def shared() -> Iterator[Rig]:
         yield made
 
 
-@pytest.fixture
-def two(shared: Rig) -> Iterator[Rig]:
-    """The shared engines, without faults before and after."""
-    yield shared
-    shared.settle_down()
-    shared.check()
-
-
 def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     """Return the warnings of slow calls so far."""
     return [record for record in caplog.records if "has been waiting" in record.getMessage()]

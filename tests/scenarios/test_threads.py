@@ -4,29 +4,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 
 import pytest
 
 from engine_client import Ok, UtilityCallError
 from tests.helpers import run_in_thread, scaled, wait_until
-from tests.scenarios.rig import Rig, rig
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Rig]:
-    """One engine of each dialect, shared by all tests here."""
-    with rig(("cbor", "msgpack")) as made:
-        yield made
-        made.check_messages()
-
-
-@pytest.fixture
-def two(shared: Rig) -> Iterator[Rig]:
-    """The shared engines, without faults before and after."""
-    yield shared
-    shared.settle_down()
-    shared.check()
+from tests.scenarios.rig import Rig
 
 
 def test_sixteen_threads_get_their_own_answers(two: Rig) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -16,22 +15,6 @@ from engine_client import CallTimeout, Ok, UtilityCallError, UtilityTimeoutError
 from engine_client.tools.mock_engine import MockEngine
 from tests.helpers import run_in_thread, scaled, storm_test, wait_until
 from tests.scenarios.rig import Rig, address, rig
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Rig]:
-    """One engine of each dialect, shared by all tests here."""
-    with rig(("cbor", "msgpack")) as made:
-        yield made
-        made.check_messages()
-
-
-@pytest.fixture
-def two(shared: Rig) -> Iterator[Rig]:
-    """The shared engines, without faults before and after."""
-    yield shared
-    shared.settle_down()
-    shared.check()
 
 
 @pytest.mark.parametrize("timeout", [0, 0.0, 1e-9, 1e-6])
