@@ -694,8 +694,16 @@ class Members(ABC):
         claims = sorted(
             math.inf if p.covered is None else p.covered
             for i, p in self._peers.items()
-            if p.output is None
-            and (self.registry.engines[i].alive or p.lost or p.handshake.phase is not Phase.NEW)
+            if (
+                p.output is None
+                and (self.registry.engines[i].alive or p.lost or p.handshake.phase is not Phase.NEW)
+            )
+            # One that is starting, while its former process's connection is not missed yet.
+            or (
+                p.output is not None
+                and p.handshake.phase in (Phase.GREETED, Phase.READY)
+                and p.output.born <= p.since
+            )
         )
         for peer in uncovered:
             # Both counted from the moment at which this engine was told where to connect.

@@ -1317,6 +1317,24 @@ def test_lockstep_group_restarts() -> None:
     assert rig.stats.returns == 2
 
 
+def test_one_that_starts_while_its_former_output_is_not_missed_yet() -> None:
+    """Its new connection is not taken for that of another engine which is starting, too."""
+    rig = started(0, 1)
+    for index in (0, 1):
+        rig.lose("input", 10 + index)
+    rig.advance(LAST_WORDS)
+    assert rig.alive() == []
+    for index in (0, 1):
+        rig.handshake(index, Hello())
+    rig.connect("output", 40)
+    rig.register(1, fd=31)
+    rig.lose("output", 40)
+    assert rig.alive() == [1]
+    rig.connect("output", 41)
+    rig.say(1, fd=41)
+    assert rig.alive() == [1]
+
+
 # -- bad bytes ------------------------------------------------------------------------------------
 
 
