@@ -66,8 +66,10 @@ def shown(value: object, limit: int = 60) -> str:
     """The ``repr`` of a value that an error refuses, on one short line, whatever the value is."""
     if isinstance(value, int) and not -(2**64) < value < 2**64:
         return "an integer beyond 64 bits"  # which can be too long to print
-    line = one_line(value, limit)
-    return repr(line) if isinstance(value, str) else line
+    if isinstance(value, str):
+        # Blanks and all: one too many may be what is wrong.
+        return repr(value if len(value) <= limit else f"{value[: limit - 3]}...")
+    return one_line(value, limit)
 
 
 def text_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -63,7 +63,11 @@ def resolve_targets(targets: object, known: Sequence[int]) -> tuple[int, ...] | 
         value = _render.shown(targets)
         raise TypeError(
             f"engines must be None (all), 'alive' or a sequence of engine indices, not {value}"
-            + (f"; did you mean engines=[{value}]?" if targets in known else "")
+            + (
+                f"; did you mean engines=[{value}]?"
+                if type(targets) is int and targets in known
+                else ""
+            )
         )
     indices = []
     for item in targets:

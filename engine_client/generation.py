@@ -24,7 +24,7 @@ from engine_client.errors import EngineClientError, ReplyError, StreamError, Str
 from engine_client.lora import LoraRequest
 from engine_client.output import Completion, EngineOutput
 from engine_client.request import EngineRequest
-from engine_client.sampling import SamplingParams
+from engine_client.sampling import SamplingParams, is_list
 from engine_client.stream import leave, read, register
 from engine_client.text import PlainTokenizer, Tokenizer, Transcript, prepare
 
@@ -184,7 +184,7 @@ def _samples(request: EngineRequest, tokenizer: PlainTokenizer | None) -> list[_
 
 
 def _check_sequence(wanted: str, value: object) -> None:
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+    if not is_list(value):
         raise TypeError(f"{wanted}, not {shown(value)}")
 
 

@@ -17,6 +17,7 @@ from engine_client.sampling import (
     check_int,
     check_map,
     check_token_ids,
+    is_list,
 )
 from engine_client.tensors import Tensor, lift_tensors
 
@@ -25,10 +26,6 @@ __all__ = ["EngineRequest"]
 
 _LEFT_OUT: Any = type("_LeftOut", (), {"__repr__": lambda _: "<left out>"})()
 """Parameters that were not given, unlike an explicit None; no request keeps it."""
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +122,7 @@ class EngineRequest:
             raise TypeError(f"trace_headers must map strings to strings, not {shown(headers)}")
         kinds = self.prompt_is_token_ids
         if kinds is not None and not (
-            _is_list(kinds) and all(isinstance(one, bool) for one in kinds)
+            is_list(kinds) and all(isinstance(one, bool) for one in kinds)
         ):
             raise TypeError(
                 f"prompt_is_token_ids must be a sequence of True and False: {shown(kinds)}"
@@ -148,7 +145,7 @@ class EngineRequest:
 
     @staticmethod
     def _check_features(features: Any) -> None:
-        if not _is_list(features):
+        if not is_list(features):
             raise TypeError(f"mm_features must be a sequence of mappings, not {shown(features)}")
         for number, feature in enumerate(features):
             name = f"mm_features[{number}]"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard
 
 from engine_client._render import shown
 from engine_client.errors import RequestRefusedError
@@ -63,11 +63,20 @@ def check_float(
     _refuse(name, wanted, value)
 
 
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether a value goes out as an array: text and bytes are sequences too, and do not.
+
+    An engine ends its receiving over bytes where it takes an array.
+    """
+    no_list = (str, bytes, bytearray, memoryview)
+    return isinstance(value, Sequence) and not isinstance(value, no_list)
+
+
 def check_token_ids(name: str, value: object, *, optional: bool = True) -> None:
     """Refuse what is not a sequence of token ids (integers from 0)."""
     if value is None and optional:
         return
-    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+    if not is_list(value):
         _refuse(name, "a sequence of token ids", value)
         return
     if len(value) == 0:
@@ -102,8 +111,8 @@ def _check_bool(name: str, value: object, *, optional: bool = False) -> None:
 def _check_texts(name: str, value: object) -> None:
     if value is None:
         return
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+    items: Any = [value] if isinstance(value, str) else value
+    if not is_list(items) or not all(isinstance(item, str) for item in items):
         _refuse(name, "a string or a sequence of strings", value)
     elif not all(items):
         raise RequestRefusedError(f"{name} holds an empty string, which an engine refuses")
@@ -234,9 +243,7 @@ class SamplingParams:
 
     def _check_maps(self) -> None:
         words: Any = self.bad_words_token_ids
-        if words is not None and (
-            isinstance(words, (str, bytes)) or not isinstance(words, Sequence)
-        ):
+        if words is not None and not is_list(words):
             _refuse("bad_words_token_ids", "a sequence of sequences of token ids", words)
         for index, word in enumerate(words or ()):
             check_token_ids(f"bad_words_token_ids[{index}]", word, optional=False)
@@ -287,10 +294,10 @@ class SamplingParams:
             if value is not None and not isinstance(value, kind):
                 _refuse(f"structured_outputs[{key!r}]", wanted, value)
         choice = constraint.get("choice")
-        if choice is not None:
-            good = isinstance(choice, Sequence) and not isinstance(choice, (str, bytes))
-            if not good or not all(isinstance(item, str) for item in choice):
-                _refuse("structured_outputs['choice']", "a sequence of strings", choice)
+        if choice is not None and not (
+            is_list(choice) and all(isinstance(item, str) for item in choice)
+        ):
+            _refuse("structured_outputs['choice']", "a sequence of strings", choice)
         for key in ("json", "regex", "choice", "grammar", "structural_tag"):
             value = constraint.get(key)
             # An empty mapping is a schema: that of any JSON.
@@ -383,8 +390,7 @@ class PoolingParams:
         if late is not None:
             wanted = "mode and query key (strings), and how often it is used (an integer or None)"
             if (
-                not isinstance(late, Sequence)
-                or isinstance(late, (str, bytes))
+                not is_list(late)
                 or len(late) not in (2, 3)
                 or not all(isinstance(item, str) for item in late[:2])
             ):

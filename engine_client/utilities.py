@@ -29,6 +29,7 @@ from engine_client.errors import RefusedError
 from engine_client.fanout import check_method
 from engine_client.lora import LoraRequest, check_lora_id
 from engine_client.outcome import Failed, Ok, Outcomes, UtilityCall
+from engine_client.sampling import is_list
 
 __all__ = ["Compensate", "PauseMode", "UtilityMethods"]
 
@@ -142,9 +143,12 @@ def _flag(name: str, value: object) -> bool:
     return bool(value)
 
 
-def _check_size(name: str, value: object) -> None:
-    if value is not None:
-        check_count(name, value, least=0, most=2**63 - 1)
+def _sorted_tasks(tasks: object) -> list[Any]:
+    return sorted(tasks, key=str) if isinstance(tasks, list) else []
+
+
+def _size(name: str, value: object) -> int | None:
+    return None if value is None else check_count(name, value, least=0, most=2**63 - 1)
 
 
 def _check_mode(mode: object) -> None:
@@ -185,7 +189,7 @@ class UtilityMethods:
         """What the model can do, for example ``["generate"]``, sorted (consensus)."""
         outcomes = self.settle_utility("get_supported_tasks", timeout=timeout, engines=engines)
         # An engine lists a set of strings, whose order is another in each process.
-        return list(_each(outcomes, lambda tasks: sorted(tasks or ())).agreed())
+        return list(_each(outcomes, _sorted_tasks).agreed())
 
     def get_weight_version(
         self: _Caller, *, timeout: Timeout = USE_DEFAULT, engines: Targets = None
@@ -343,9 +347,7 @@ class UtilityMethods:
         """
         given: Any = tags
         if given is not None and (
-            isinstance(given, (str, bytes))
-            or not isinstance(given, Sequence)
-            or not all(isinstance(tag, str) for tag in given)
+            not is_list(given) or not all(isinstance(tag, str) for tag in given)
         ):
             value = _render.shown(tags)
             hint = f"; did you mean [{value}]?" if isinstance(tags, str) else ""
@@ -508,8 +510,8 @@ class UtilityMethods:
             compensate: True: stop it.
         """
         _check_kind("prefix", prefix, str, "a string", optional=True)
-        _check_size("delay_iterations", delay_iterations)
-        _check_size("max_iterations", max_iterations)
+        delay_iterations = _size("delay_iterations", delay_iterations)
+        max_iterations = _size("max_iterations", max_iterations)
         arguments = (True, prefix, delay_iterations, max_iterations)
         _change(
             self,
@@ -565,7 +567,7 @@ class UtilityMethods:
         """
         _check_kind("path", path, str, "a string")
         _check_kind("pattern", pattern, str, "a string", optional=True)
-        _check_size("max_size", max_size)
+        max_size = _size("max_size", max_size)
         arguments = (path, pattern, max_size)
         _change(self, "save_sharded_state", arguments, timeout, engines, compensate)
 
@@ -785,7 +787,7 @@ def _worker_call(
     inverse: UtilityCall | None = None,
 ) -> list[Any]:
     check_method(method)
-    if isinstance(args, (str, bytes)) or not isinstance(args, Sequence):
+    if not is_list(args):
         value = _render.shown(args)
         raise TypeError(
             f"args must be a sequence of arguments, not {value}; did you mean args=({value},)?"

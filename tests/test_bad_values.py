@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from engine_client import (
     EncodeError,
+    EngineClientError,
     EngineRequest,
     LoraRequest,
     PoolingParams,
@@ -133,6 +135,57 @@ def test_an_odd_environment_is_refused(env: Any) -> None:
     make: Any = launch
     with pytest.raises(TypeError, match="env must"):
         make(env=env)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "tcp://a b:1", "ipc://" + "x" * 200])
+def test_a_coordinator_address_that_cannot_be_one_is_told_at_once(
+    address: str, tmp_path: Path
+) -> None:
+    """Its giver learns of it; what an engine says of a coordinator is only logged."""
+    with pytest.raises(EngineClientError, match="cannot connect to the coordinator at"):
+        connect_bootstrapped(
+            f"ipc://{tmp_path}/i", f"ipc://{tmp_path}/o", coordinator_address=address, timeout=60
+        )
+
+
+@pytest.mark.parametrize("value", ["cbor ", " cbor", "CBOR"])
+def test_a_refused_text_is_shown_with_its_blanks(value: str) -> None:
+    make: Any = connect
+    with pytest.raises(ValueError, match=f"not {value!r}"):
+        make("tcp://127.0.0.1:*", codec=value)
+
+
+BYTES = (b"", bytearray(b"ab"), memoryview(b"ab"))
+
+
+@pytest.mark.parametrize("value", BYTES, ids=repr)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("stop", "bad_words", "stop_token_ids", "allowed_token_ids"),
+        *("logprob_token_ids", "bad_words_token_ids"),
+    ],
+)
+def test_bytes_are_no_array_of_a_parameter(name: str, value: Any) -> None:
+    """An engine's receiving ends with them where it takes an array."""
+    make: Any = SamplingParams
+    with pytest.raises(RequestRefusedError, match=name):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("value", BYTES, ids=repr)
+@pytest.mark.parametrize("name", ["prompt_token_ids", "mm_features", "prompt_is_token_ids"])
+def test_bytes_are_no_array_of_a_request(name: str, value: Any) -> None:
+    make: Any = EngineRequest
+    with pytest.raises((TypeError, RequestRefusedError), match=name):
+        make(**{"request_id": "r", "prompt_token_ids": [1], name: value})
+
+
+@pytest.mark.parametrize("value", BYTES, ids=repr)
+def test_bytes_are_no_array_to_pool(value: Any) -> None:
+    make: Any = PoolingParams
+    with pytest.raises(RequestRefusedError, match="returned_token_ids"):
+        make(returned_token_ids=value)
 
 
 @pytest.mark.parametrize(

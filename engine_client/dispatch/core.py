@@ -187,9 +187,15 @@ class Core(Members):
         late, faults = self.requests.deliver(message, frames, now)
         self.stats.outputs += len(message.outputs)
         self.stats.late_outputs += late
-        for fault in faults:
-            self.stats.malformed_messages += 1
+        self.stats.malformed_messages += len(faults)
+        for fault in faults[:3]:
             logger.warning("in a message of engine %d: %s", message.engine_index, fault)
+        if len(faults) > 3:
+            logger.warning(
+                "in a message of engine %d: %d more like these",
+                message.engine_index,
+                len(faults) - 3,
+            )
 
     def _decode(self, main: bytes, size: int, connection: Connection | None) -> Outputs:
         if size > self._max_message_size:
@@ -218,7 +224,8 @@ class Core(Members):
                 return [*named, *sharing]
             # Without a name, or with a number that may be another's by now.
             possible = [p for p in self._nameless() if connection.born > p.since or p in sharing]
-            if connection.index is not None and not connection.closing:
+            shared = len(unnamed) < len(self._nameless())
+            if connection.index is not None and not (connection.closing or shared):
                 # Its engine has registered since, and it may be a former process's: no other's.
                 possible = [p for p in possible if p.index == connection.index or p in sharing]
             if connection.closing:

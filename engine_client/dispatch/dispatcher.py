@@ -120,7 +120,7 @@ class Dispatcher:
                 else "none"
             ),
         )
-        self.core.coordinator_address = coordinator_address
+        self.core.coordinator_address = self._given_coordinator = coordinator_address
         self._transport = transport
         self._processes = processes
         self._sources = Sources()
@@ -446,6 +446,8 @@ class Dispatcher:
         try:
             self._sources.add(subscribe(self._transport, address), self._read_coordinator)
         except HandshakeError as exc:
+            if self._given_coordinator is not None:
+                raise
             # An engine said so, and what it says ends no client.
             logger.error("%s; going on without it", exc)
             self.core.coordinator_address = None

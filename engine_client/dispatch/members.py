@@ -75,6 +75,8 @@ FENCE_DELAY = 0.1
 asked."""
 UNHEARD = 1.0
 """Seconds without any output connection after which nobody's can be on its way any more."""
+ASKS = 2
+"""How often engines are asked who lacks its output connection; a busy one answers later."""
 LAST_WORDS = 0.01
 """Seconds that the last output of an engine gets to arrive after its input connection was lost."""
 PROBE_DELAYS = (0.02, 0.1, 0.5, 2.0, 10.0)
@@ -138,6 +140,8 @@ class Members(ABC):
         self._arrivals = 0
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_ids = itertools.count()
+        self._watched: list[tuple[Peer, Connection | None]] = []
+        """Engines that may have lost their output connections, with their input connections."""
         self._reminder: float | None = None
         """Seconds of the delay after which the lockstep group is woken again, while that runs."""
 
@@ -743,16 +747,30 @@ class Members(ABC):
                 peer.doubt = doubt
         self._review_outputs(now)
         self._later(now + ask_after, self._ask_doubtful)
-        unheard = [(peer, peer.input) for peer in self._nameless()]
-        self._later(now + UNHEARD, partial(self._bury_unheard, unheard, why, 2))
+        unheard = [
+            (peer, peer.input)
+            for peer in self._nameless()
+            if (peer, peer.input) not in self._watched
+        ]
+        if unheard:
+            self._watched += unheard
+            bury = partial(self._bury_unheard, unheard, connection.born, why, ASKS)
+            self._later(now + UNHEARD, bury)
 
     def _bury_unheard(
-        self, unheard: Sequence[tuple[Peer, Connection | None]], why: str, asks: int, now: float
+        self,
+        unheard: Sequence[tuple[Peer, Connection | None]],
+        born: int,
+        why: str,
+        asks: int,
+        now: float,
     ) -> None:
         """An engine cannot be heard if there is no output connection that could be its own.
 
         Unless it has registered since, and its connection may be on its way.
         """
+        for one in unheard:
+            self._watched.remove(one)
         unheard = [
             (peer, connection)
             for peer, connection in unheard
@@ -763,13 +781,20 @@ class Members(ABC):
         ]
         unnamed, nameless = self._unnamed_outputs(), self._nameless()
         if not unnamed:
-            for peer, _ in unheard:
+            # With none left at all, nobody's can be on its way.  Otherwise what came before an
+            # engine was told where to connect was not its own.
+            none = all(c.retired for c in self._connections["output"].values())
+            for peer in [p for p, _ in unheard if none or born > p.since]:
                 self._die(peer, why, now, lost=None if why is SENTINEL else "output")
-        elif unheard and asks and len(unnamed) < len(nameless):
-            # One lacks its own.  Whoever answers names his, until none is left.
-            for peer in nameless:
-                self._ask(peer)
-            self._later(now + UNHEARD, partial(self._bury_unheard, unheard, why, asks - 1))
+        elif unheard and len(unnamed) < len(nameless):
+            # One lacks its own.  Whoever answers names his, until none is left; a busy one is
+            # waited for, and not asked again.
+            if asks:
+                for peer in nameless:
+                    self._ask(peer)
+            self._watched += unheard
+            bury = partial(self._bury_unheard, unheard, born, why, max(0, asks - 1))
+            self._later(now + UNHEARD, bury)
 
     def _ask_doubtful(self, now: float) -> None:
         """Ask engines whose output connection has no name: a reply names it."""
@@ -844,7 +869,9 @@ class Members(ABC):
         ):
             return True
         live = self.registry.engines[peer.index].requests
-        return any(isinstance(r, list) and r and r[0] in live for r in message.outputs)
+        return any(
+            type(r) is list and r and type(r[0]) is str and r[0] in live for r in message.outputs
+        )
 
 
 def _shown(data: bytes, limit: int = 16) -> str:

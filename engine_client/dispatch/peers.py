@@ -25,7 +25,7 @@ class Connection:
         self.codec: Codec | None = None
         """What its messages are decoded with, once it is named for an engine."""
         self.index: int | None = None
-        """The engine that an output on it named: a process of that index has it, and no other."""
+        """The engine that an output on it named; no other's, unless engines share connections."""
         self.retired = False
         """Its engine was replaced or reported its death: what still comes is late."""
         self.closing = False

@@ -228,7 +228,9 @@ def subscribe(transport: Transport, address: str) -> zmq.Socket[bytes]:
     except zmq.ZMQError as exc:
         sock.close(linger=0)
         raise HandshakeError(
-            f"cannot connect to the coordinator at {address}: {exc}", stage="coordinator"
+            f"cannot connect to the coordinator at {shown(address, 200)}: "
+            f"{zmq.strerror(exc.errno or 0)}",
+            stage="coordinator",
         ) from exc
     transport.sockets["coordinator"] = sock
     transport.monitors["coordinator"] = _monitor(sock, zmq.EVENT_DISCONNECTED)

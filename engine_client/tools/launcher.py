@@ -18,6 +18,7 @@ from engine_client.client import EngineClient
 from engine_client.config import ClientConfig, CodecName, Settings
 from engine_client.dispatch.bootstrap import Opened, check_parallel_config, init_for, start
 from engine_client.dispatch.sockets import PRIVATE, plan_transport
+from engine_client.sampling import is_list
 from engine_client.wire.codec import codec_named
 
 if TYPE_CHECKING:
@@ -382,14 +383,10 @@ def _jobs(
 
 
 def _check_words(command: object) -> list[str]:
-    if (
-        isinstance(command, (str, bytes))
-        or not isinstance(command, Sequence)
-        or not command
-        or not all(isinstance(word, str) for word in command)
-    ):
+    words: Any = command
+    if not is_list(words) or not words or not all(isinstance(word, str) for word in words):
         raise TypeError(f"command must be a list of words (strings), not {shown(command)}")
-    return list(command)
+    return list(words)
 
 
 def _argv(

@@ -31,6 +31,8 @@ _TAIL = b"\x70" + _TOKEN.encode()
 _NON_FINITE = re.compile(rb"\xf9[\x7c\x7e\xfc]\x00")
 _LARGE = 65_536
 """Bytes from which a byte string is written here."""
+_DEPTH = 4
+"""How deep they are looked for: a call, its arguments, one of these, what is in it."""
 _SHORT = 64
 """Items up to which a list or map is looked through for large byte strings."""
 _WIDE_NEGATIVE = re.compile(rb"\x3b[\x80-\xff]")
@@ -95,32 +97,38 @@ def _encode_whole(value: Plain) -> bytes:
 # second.  Joining pieces makes one copy, and lets them run.
 
 
-def _holds_large(value: Plain) -> bool:
-    """Whether a large byte string lies in a value, as an argument or beside others in one."""
+def _holds_large(value: Plain, depth: int = _DEPTH) -> bool:
+    """Whether a large byte string lies in a value where arguments lie: neither deep, nor in a long
+    list.  Anywhere else cbor2 writes it too.
+    """
     kind = type(value)
     if kind is bytes:
         return len(value) >= _LARGE
-    if kind not in (list, dict) or len(value) > _SHORT:
+    if not depth or kind not in (list, dict) or len(value) > _SHORT:
         return False
-    return any(map(_holds_large, value if kind is list else value.values()))
+    return any(
+        _holds_large(item, depth - 1)
+        for item in (value if kind is list else value.values())
+        if type(item) in (bytes, list, dict)
+    )
 
 
-def _write(value: Plain, pieces: list[bytes]) -> None:
+def _write(value: Plain, pieces: list[bytes], depth: int = _DEPTH) -> None:
     """Write a value as cbor2 does, without a look into large byte strings."""
     kind = type(value)
-    if kind is bytes and len(value) >= _LARGE:
+    if not _holds_large(value, depth):
+        pieces.append(_encode_whole(value))
+    elif kind is bytes:
         pieces += _head(0x40, len(value)), value
-    elif kind is list and len(value) <= _SHORT:
+    elif kind is list:
         pieces.append(_head(0x80, len(value)))
         for item in value:
-            _write(item, pieces)
-    elif kind is dict and len(value) <= _SHORT:
+            _write(item, pieces, depth - 1)
+    else:
         pieces.append(_head(0xA0, len(value)))
         for key, item in value.items():
             pieces.append(_encode_whole(key))
-            _write(item, pieces)
-    else:
-        pieces.append(_encode_whole(value))
+            _write(item, pieces, depth - 1)
 
 
 def _head(major: int, length: int) -> bytes:

@@ -757,6 +757,87 @@ def test_an_output_connection_is_lost_while_another_engine_starts() -> None:
     assert rig.alive() == [0]
 
 
+@pytest.mark.parametrize("delay", [4, 30])
+def test_one_that_is_busy_is_waited_for_to_tell_who_lacks_a_connection(delay: float) -> None:
+    """Whenever it answers at last, the other is known not to be heard; it is asked twice only."""
+    rig = Rig(0, 1)
+    rig.handshake(0, Hello())
+    rig.handshake(1, Hello())
+    rig.register(1)
+    rig.connect("output", 21)
+    rig.connect("output", 20)
+    rig.lose("output", 21)
+    rig.register(0)
+    rig.handshake(0, Ready())
+    rig.handshake(1, Ready())
+    call = rig.call(1)
+    rig.advance(delay)
+    asked = [engine for _, engine, content in rig.sent if content[0] == b"\x03"]
+    assert asked.count(0) == 2
+    assert waiting(call) == [1]
+    rig.reply(0, rig.questions()[0])
+    rig.advance(UNHEARD)
+    assert isinstance(error_of(call, 1), EngineDeadError)
+    assert rig.alive() == [0]
+
+
+@pytest.mark.parametrize("how", ["lost", "sentinel"])
+def test_a_connection_from_before_an_engine_was_invited_is_not_its_own(how: str) -> None:
+    """A stranger's, say: that it is lost says nothing about the engine."""
+    rig = Rig(0, 1)
+    rig.start(0)
+    rig.say(0)
+    rig.connect("output", 90)
+    rig.handshake(1, Hello())
+    rig.register(1)
+    rig.handshake(1, Ready())
+    call = rig.call(1)
+    if how == "sentinel":
+        rig.output(90, DEAD_SENTINEL)
+    rig.lose("output", 90)
+    rig.advance(1.5)
+    rig.connect("output", 21)
+    rig.advance(30)
+    assert rig.alive() == [0, 1]
+    rig.reply(1, call)
+    assert value_of(call, 1) == "done"
+
+
+@pytest.mark.parametrize("odd", [[], {}, [[1]], None, 7, True])
+def test_an_odd_request_id_on_a_connection_of_the_past(odd: Any) -> None:
+    """It is looked up among the live ones, which not every value can be."""
+    rig = started(0)
+    rig.register(0, fd=30)
+    rig.output(20, CBOR.encode([0, [[odd, [1]]]]))
+    rig.output(20, CBOR.encode([0, [odd]]))
+    assert not rig.registry.ended
+
+
+def test_many_faults_in_a_message_are_few_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Each is counted; three are told."""
+    rig = started(0)
+    caplog.clear()
+    rig.output(20, CBOR.encode([0, [[]] * 1000]))
+    assert rig.stats.malformed_messages == 1000
+    assert len(caplog.records) == 4
+    assert "997 more" in caplog.text
+
+
+def test_garbage_where_two_share_a_connection_fails_both() -> None:
+    """Even if one of them has spoken on it, before it was registered."""
+    rig = Rig(0, 1)
+    rig.handshake(0, Hello())
+    rig.handshake(1, Hello())
+    rig.connect("output", 20)
+    rig.say(0, 20)
+    for index in (0, 1):
+        rig.register(index)
+        rig.handshake(index, Ready())
+    call = rig.call()
+    rig.output(20, b"\xff")
+    assert waiting(call) == []
+
+
 def test_reconnected_while_nobody_knew_it() -> None:
     """A nameless output connection is lost and comes back before anybody is asked: what the engine
     said in between may be lost, so what was in flight there fails; nothing else does.

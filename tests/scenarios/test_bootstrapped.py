@@ -220,7 +220,7 @@ def test_an_engine_that_names_an_impossible_coordinator_ends_no_client(
         MockEngine(index=1, ready=ready, **data.options),
     ):
         client = begun.result()
-        wait_until(lambda: f"coordinator at {coordinator}: " in caplog.text)
+        wait_until(lambda: f"coordinator at {coordinator!r}: " in caplog.text)
         assert client.call_utility("echo", 1, timeout=scaled(10)) == [1, 1]
         assert states(client) == [True, True]
         assert not client.closed
