@@ -96,7 +96,7 @@ _NUMBER_FORMATS = tuple("bcdoxXneEfFgG%")
 
 
 def output_fault(record: Any) -> str | None:
-    """Why a record is no output; None when it is one.  Cheap: it runs for every output."""
+    """Why a record is no output; None when it is one.  Of tokens only, that is known."""
     if type(record) is not list or len(record) < 2 or type(record[0]) is not str:
         return "an output must be an array that begins with a request id"
     tokens = record[1]

@@ -16,6 +16,9 @@ never be taken for a dead one, so each step is taken only when no other reading 
   covered engine is in *doubt*.  One for which no older connection is left has lost its own.  When
   several are possible, a harmless call asks each: whoever answers on an older connection is well,
   and whoever answers on a later one has lost the older and what it said there.
+* Nobody was covered then.  Those without a named one are *watched*: while there are fewer unnamed
+  connections than such engines, somebody lacks his.  Two questions name the others', however late
+  they are answered; when none without a name is left, the watched cannot be heard.
 
 Descriptors are reused at once, so a lost connection is forgotten at once, and a registration is
 trusted only after the monitor has been read empty.  What an engine said last counts: one whose
@@ -74,7 +77,8 @@ FENCE_DELAY = 0.1
 """Seconds that a known connection's loss gets to explain an unnamed one's, before engines are
 asked."""
 UNHEARD = 1.0
-"""Seconds without any output connection after which nobody's can be on its way any more."""
+"""Seconds after which an output connection is not on its way any more; between two looks for an
+engine that lacks its own."""
 ASKS = 2
 """How often engines are asked who lacks its output connection; a busy one answers later."""
 LAST_WORDS = 0.01

@@ -3,7 +3,8 @@
 The decoder of cbor2 does far more than the protocol needs, and some of it at the price of the whole
 process: tags make it compile regular expressions, parse mail and compute powers of ten for seconds
 with the GIL held, and shared references make a list hold itself.  So every tag is refused, and so
-is every array or map used as a key.  What then still is no plain value is refused by a walk.
+is every array or map used as a key.  What then still is no plain value is refused by a walk:
+:meth:`Codec.verify`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ unknown map keys are ignored: the protocol grows with nearly every release of th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -319,7 +319,7 @@ class Outputs(NamedTuple):
     wave_complete: int | None = None
     start_wave: int | None = None
     weight_version: str | None = None
-    others: Collection[int] | None = None
+    others: Set[int] | None = None
     """Which of the records are more than a request id, tokens and how it ended; None when nobody
     has looked.  The rest need no further check."""
 
