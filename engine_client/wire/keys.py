@@ -64,7 +64,7 @@ def _scalar_keys(data: bytes, blocks: _Blocks, head: _Head) -> bool:
                 if len(opened) > _MAX_OPEN:
                     return False
                 remaining, in_map = count, kind == _MAP
-    except IndexError:
+    except (IndexError, OverflowError):  # the end, or a length that no frame has
         return False
 
 
