@@ -36,7 +36,18 @@ _DEPTH = 4
 """How deep they are looked for: a call, its arguments, one of these, what is in it."""
 _SHORT = 64
 """Items up to which a list or map is looked through for large byte strings."""
+_HOLDERS = frozenset({bytes, list, dict})
 _WIDE_NEGATIVE = re.compile(rb"\x3b[\x80-\xff]")
+
+_SHORT_REPLY = re.compile(
+    rb"\x89([\x00-\x17]|\x18.|\x19..)"  # of nine fields: the engine index
+    rb"\x80\xf6\xfb.{8}"  # no outputs, no statistics, a timestamp
+    rb"\x83([\x00-\x17]|\x18.|\x19..|\x1a.{4}|\x1b.{8})"  # the reply: the call id
+    rb"\xf6\x82\xf6([\xf4-\xf6])"  # no failure, a result
+    rb"\xf6{4}",
+    re.DOTALL,
+).fullmatch
+_RESULTS = {b"\xf4": False, b"\xf5": True, b"\xf6": None}
 
 
 def _refuse_tag(*_: object) -> NoReturn:
@@ -65,6 +76,18 @@ class CborCodec(Codec):
         pieces: list[bytes] = []
         _write(value, pieces)
         return b"".join(pieces)
+
+    def short_reply(self, frame: bytes) -> tuple[int, int, bool | None] | None:
+        match = _SHORT_REPLY(frame)
+        if match is None:
+            return None
+        index, call_id, result = match.groups()
+        number = int.from_bytes
+        return (
+            number(index[1:] or index, "big"),
+            number(call_id[1:] or call_id, "big"),
+            _RESULTS[result],
+        )
 
     def read(self, frame: bytes | memoryview) -> Plain:
         data = b"".join((b"\x82", frame, _TAIL))
@@ -105,13 +128,12 @@ def _holds_large(value: Plain, depth: int = _DEPTH) -> bool:
     kind = type(value)
     if kind is bytes:
         return len(value) >= _LARGE
-    if not depth or kind not in (list, dict) or len(value) > _SHORT:
+    if not depth or kind not in _HOLDERS or len(value) > _SHORT:
         return False
-    return any(
-        _holds_large(item, depth - 1)
-        for item in (value if kind is list else value.values())
-        if type(item) in (bytes, list, dict)
-    )
+    for item in value if kind is list else value.values():
+        if type(item) in _HOLDERS and item and _holds_large(item, depth - 1):
+            return True
+    return False
 
 
 def _write(value: Plain, pieces: list[bytes], depth: int = _DEPTH) -> None:

@@ -48,6 +48,15 @@ class Codec(ABC):
             ProtocolError: there is none, whatever the bytes are.
         """
 
+    def short_reply(self, frame: bytes) -> tuple[int, int, bool | None] | None:
+        """Read a message that is the reply to a control call, and says no more than most do.
+
+        Returns:
+            The engine index, the call id, and None, True or False; None when the frame is not of
+            that very form, and must be decoded.
+        """
+        return None
+
     def verify(self, value: Plain) -> None:
         """Refuse what :meth:`read` let through although it is no plain value.
 

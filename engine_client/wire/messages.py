@@ -199,8 +199,7 @@ class Registration:
         return cls(ready)
 
 
-@dataclass(frozen=True, slots=True)
-class UtilityRequest:
+class UtilityRequest(NamedTuple):
     """A named control operation with positional arguments, for one engine."""
 
     client_index: int
@@ -286,10 +285,9 @@ class UtilityReply(NamedTuple):
 
     @classmethod
     def from_plain(cls, value: object) -> UtilityReply:
-        fields = record(value, "utility reply", 1)
-        if len(fields) != 3:
-            fields = [*fields, None, None][:3]
-        call_id, failure, result = fields
+        if type(value) is not list or len(value) != 3:
+            value = [*record(value, "utility reply", 1), None, None][:3]
+        call_id, failure, result = value
         if type(call_id) is not int:
             refuse("utility reply", "the call id", "an integer", call_id)
         if failure is not None and type(failure) is not str:
@@ -347,60 +345,67 @@ class Outputs(NamedTuple):
         Raises:
             ProtocolError: as :meth:`from_plain`.
         """
-        message = cls.from_plain(codec.read(frame))
-        records, reply = message.outputs, message.utility
-        others = _more_than_tokens(records) if records else None
-        if others or message.scheduler_stats is not None:
-            codec.verify([[records[number] for number in others or ()], message.scheduler_stats])
-        if reply is not None and type(reply.value) not in LEAVES:
-            codec.verify([[[reply.value]]])
-        return message if others is None else _new(cls, (*message[:-1], others))
+        return cls.from_plain(codec.read(frame), unverified=codec)
 
     @classmethod
-    def from_plain(cls, value: object) -> Outputs:
+    def from_plain(cls, value: object, unverified: Codec | None = None) -> Outputs:
         """Read an engine's message.
+
+        Args:
+            value: what the message consists of.
+            unverified: verifies what is not looked into here; None where that was done.
 
         Raises:
             ProtocolError: not valid; its ``engine_index`` and ``call_id`` are those of the message
                 where that much could be read, so that only whom it was for need fail.
         """
+        # One function, though a long one: each engine's every message comes through here.
+        fields = value
         try:
-            return cls._read(record(value, "outputs", 0))
+            if type(fields) is not list or len(fields) != 9:
+                fields = [*record(value, "outputs", 0)]
+                fields = (fields + _ABSENT[len(fields) :])[:9]
+            index, outputs, stats, timestamp, reply, finished, complete, start, version = fields
+            if type(index) is not int or not 0 <= index < MAX_ENGINES:
+                refuse("outputs", "the engine index", f"an integer below {MAX_ENGINES}", index)
+            if type(outputs) is not list:
+                refuse("outputs", "the outputs", "an array", outputs)
+            if stats is not None and type(stats) is not dict:
+                refuse("outputs", "the scheduler statistics", "a map or nil", stats)
+            if type(timestamp) is not float and type(timestamp) is not int:
+                refuse("outputs", "the timestamp", "a number", timestamp)
+            if finished is not None:
+                finished = texts(finished, "outputs", "the finished requests")
+            if complete is not None and type(complete) is not int:
+                refuse("outputs", "a wave", "an integer or nil", complete)
+            if start is not None and type(start) is not int:
+                refuse("outputs", "a wave", "an integer or nil", start)
+            if version is not None and type(version) is not str:
+                refuse("outputs", "the weight version", "a string or nil", version)
+            if reply is not None:
+                reply = UtilityReply.from_plain(reply)
         except ProtocolError as error:
             if type(value) is list:
                 error.engine_index = _readable_index(value)
                 error.call_id = _readable_call(value)
             raise
-
-    @classmethod
-    def _read(cls, fields: list[Any]) -> Outputs:
-        if len(fields) != 9:
-            fields = (fields + [0, [], None, 0.0, None, None, None, None, None][len(fields) :])[:9]
-        index, outputs, stats, timestamp, reply, finished, complete, start, version = fields
-        if type(index) is not int or not 0 <= index < MAX_ENGINES:
-            refuse("outputs", "the engine index", f"an integer below {MAX_ENGINES}", index)
-        if type(outputs) is not list:
-            refuse("outputs", "the outputs", "an array", outputs)
-        if stats is not None and type(stats) is not dict:
-            refuse("outputs", "the scheduler statistics", "a map or nil", stats)
-        if type(timestamp) is not float and type(timestamp) is not int:
-            refuse("outputs", "the timestamp", "a number", timestamp)
-        if finished is not None:
-            finished = texts(finished, "outputs", "the finished requests")
-        if complete is not None and type(complete) is not int:
-            refuse("outputs", "a wave", "an integer or nil", complete)
-        if start is not None and type(start) is not int:
-            refuse("outputs", "a wave", "an integer or nil", start)
-        if version is not None and type(version) is not str:
-            refuse("outputs", "the weight version", "a string or nil", version)
-        utility = None if reply is None else UtilityReply.from_plain(reply)
-        records = outputs or ()
+        others = None
+        if unverified is not None:
+            if outputs:
+                others = _more_than_tokens(outputs)
+            if others or stats is not None:
+                unverified.verify([[outputs[number] for number in others or ()], stats])
+            if reply is not None and type(reply.value) not in LEAVES:
+                unverified.verify([[[reply.value]]])
+        outputs = outputs or ()
         return _new(
             cls,
-            (index, records, stats, timestamp, utility, finished, complete, start, version, None),
+            (index, outputs, stats, timestamp, reply, finished, complete, start, version, others),
         )
 
 
+_ABSENT: Final = [0, [], None, 0.0, None, None, None, None, None]
+"""What the fields of an engine's message are when it ends before them."""
 _FIELDS: Final = 18
 """Of a record of a request."""
 _TOKENS_ONLY: Final = [*[None] * 11, 0, *[None] * 4]

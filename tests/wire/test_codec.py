@@ -599,6 +599,60 @@ def test_mutated_frames(dialect: Dialect, data: st.DataObject) -> None:
             pass
 
 
+RESULTS = (None, True, False)
+
+
+@given(
+    index=st.integers(0, 65_535),
+    call_id=st.integers(0, 2**64 - 1),
+    timestamp=st.floats(),
+    value=st.sampled_from(RESULTS),
+    edits=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 255)), max_size=2),
+)
+def test_a_short_reply_is_what_the_whole_message_says(
+    index: int, call_id: int, timestamp: float, value: Any, edits: list[tuple[int, int]]
+) -> None:
+    """Read by its shape or decoded: the same; and whatever has another shape is decoded."""
+    whole = Outputs(index, utility=UtilityReply(call_id, None, value), timestamp=timestamp)
+    frame = bytearray(CBOR.encode(whole.to_plain()))
+    assert CBOR.short_reply(bytes(frame)) == (index, call_id, value)
+    for position, byte in edits:
+        frame[position % len(frame)] = byte
+    short = CBOR.short_reply(bytes(frame))
+    if short is not None:
+        made = Outputs.decode(CBOR, bytes(frame))
+        assert made.utility is not None
+        assert short == (made.engine_index, made.utility.call_id, made.utility.value)
+        assert made == Outputs(
+            short[0], timestamp=made.timestamp, utility=UtilityReply(short[1], None, short[2])
+        )
+        for other in (frame[:-1], frame + b"\0", frame + b"\xf6"):
+            assert CBOR.short_reply(bytes(other)) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"outputs": [["r", [1]]]},
+        {"scheduler_stats": {}},
+        {"finished_requests": ()},
+        {"wave_complete": 0},
+        {"start_wave": 0},
+        {"weight_version": ""},
+        {"utility": UtilityReply(7, "boom")},
+        {"utility": UtilityReply(7, None, 0)},
+        {"utility": UtilityReply(-7, None, True)},
+        {"utility": None},
+    ],
+)
+def test_what_says_more_is_no_short_reply(fields: dict[str, Any]) -> None:
+    """Whatever else a message says must not be passed over."""
+    message = Outputs(3, utility=UtilityReply(7, None, True), timestamp=1.5)
+    assert CBOR.short_reply(CBOR.encode(message.to_plain())) is not None
+    changed = message._replace(**fields)
+    assert CBOR.short_reply(CBOR.encode(changed.to_plain())) is None
+
+
 @CODECS
 def test_every_truncation_is_refused(dialect: str) -> None:
     """No frame without its last bytes passes for a shorter message."""
