@@ -150,7 +150,9 @@ class EngineClient(UtilityMethods):
             ClientClosedError, ClientBrokenError: the client ended.
         """
         undo_call = check_undo(compensate)
-        outcomes = self.settle_utility(method, *args, timeout=timeout, engines=engines)
+        outcomes = settle(
+            self._dispatcher, method, args, engines=engines, timeout=self._seconds(timeout)
+        )
         try:
             return self._unwrap(outcomes, undo_call, timeout)
         except UtilityCallError as error:
@@ -434,8 +436,9 @@ class EngineClient(UtilityMethods):
         self, outcomes: Outcomes, undo_call: UtilityCall | None, timeout: Timeout
     ) -> list[Any]:
         __tracebackhide__ = True
-        if outcomes.all_ok:
-            return outcomes.values_in_order()
+        values = outcomes.values_in_order()
+        if len(values) == len(outcomes):
+            return values
         error = outcomes.error()
         try:
             if undo_call is not None and outcomes.may_have_run:

@@ -132,7 +132,7 @@ def settle(
     if wedged and not each:
         raise RequestRefusedError(wedged)
     call = _encode(dispatcher, method, args, targets, deadline)
-    for index in call.targets:
+    for index in call.targets if wedged or unwaited else ():
         if wedged:
             call.refused.add(index)
             call.fail(index, NotSentError(wedged, engine=index), call.started)
@@ -201,18 +201,18 @@ def _encode(
 ) -> PendingCall:
     """Check and encode a call, once per dialect (and layout, where that matters) of its targets."""
     engines = dispatcher.registry.engines
-    checked = plain(list(args), "args")
-    plain(method, "method")
+    checked = plain(list(args), "args") if args else []
+    if not method.isascii():
+        plain(method, "method")
     call_id = next(dispatcher.call_ids)
-    forms = {
-        engine.form: (engine.codec, engine.layout)
-        for engine in map(engines.__getitem__, targets)
-        if engine.codec is not None
-    }
     payloads: dict[str, bytes] = {}
     encoded: dict[tuple[str, bool], bytes] = {}
-    for form, (codec, layout) in forms.items():
-        laid = layout.arguments(method, checked)
+    for index in targets:
+        engine = engines[index]
+        form, codec = engine.form, engine.codec
+        if form in payloads or codec is None:
+            continue
+        laid = engine.layout.arguments(method, checked)
         key = codec, laid is checked
         if key not in encoded:
             client_index = dispatcher.config.client_index

@@ -21,7 +21,7 @@ from engine_client.errors import (
     NotSentError,
     RemoteError,
 )
-from engine_client.outcome import Failed, Ok
+from engine_client.outcome import Failed
 from engine_client.wire.layouts import LATEST, Layout, layout_of
 
 __all__ = ["EngineRecord", "Registry"]
@@ -177,11 +177,12 @@ class Registry:
             if self.ended:
                 return False
             refused: dict[int, EngineError] = {}
+            engines, limit = self.engines, self._max_unanswered
             for index in call.waiting:
-                engine = self.engines[index]
+                engine = engines[index]
                 if not engine.alive:
                     refused[index] = _dead(engine)
-                elif (flooded := self.flooded(engine)) is not None:
+                elif engine.unanswered > limit and (flooded := self.flooded(engine)) is not None:
                     refused[index] = flooded
             if refused and not each:
                 names = ", ".join(map(str, refused))
@@ -196,9 +197,10 @@ class Registry:
             if refused and not each:
                 return False
             self._calls[call.call_id] = call
+            sizes = {form: len(payload) for form, payload in call.payloads.items()}
             for index in call.waiting:
-                engine = self.engines[index]
-                engine.unanswered += call.size(engine.form)
+                engine = engines[index]
+                engine.unanswered += sizes.get(engine.form, 0)
             return True
 
     def oldest_unanswered(self, index: int) -> SentCall | None:
@@ -254,6 +256,11 @@ class Registry:
             self._drain()
             return sum(len(call.waiting) for call in self._calls.values())
 
+    @property
+    def under_way(self) -> int:
+        """How many calls are registered; needs no lock."""
+        return len(self._calls)
+
     def calls(self) -> list[PendingCall]:
         """The registered calls, oldest first."""
         with self.lock:
@@ -263,12 +270,11 @@ class Registry:
     def progress(self, call: PendingCall) -> tuple[tuple[int, ...], dict[int, EngineError]]:
         """The engines still outstanding in a registered call, and the failures already known."""
         with self.lock:
-            failures = {}
-            for index, future in call.futures.items():
-                if index not in call.waiting:
-                    outcome = future.result(0)
-                    if isinstance(outcome, Failed):
-                        failures[index] = outcome.error
+            failures = {
+                index: outcome.error
+                for index in call.targets
+                if isinstance(outcome := call.settled.get(index), Failed)
+            }
             return tuple(call.waiting), failures
 
     def in_flight(self) -> dict[int, int]:
@@ -291,10 +297,10 @@ class Registry:
     def _settled(self, call: PendingCall) -> None:
         """Unregister a call that nobody is outstanding in, and let its caller go."""
         assert self.lock.locked()
-        if not call.waiting:
-            del self._calls[call.call_id]
-            self.completed += 1
-            call.latch.open()
+        assert not call.waiting
+        del self._calls[call.call_id]
+        self.completed += 1
+        call.latch.open()
 
     def settle(
         self, index: int, call_id: int, error: EngineError | None, value: Any, now: float
@@ -309,14 +315,15 @@ class Registry:
             if call is None or index not in call.waiting:
                 return False
             if error is None:
-                call.waiting.pop(index).set_result(Ok(value, now - call.started))
+                call.succeed(index, value, now)
                 if call.lora is not None:
                     engine.note_lora(call.method, call.lora, value)
             else:
                 if isinstance(error, RemoteError):
                     error.method = call.method  # a reply names its call by id only
                 call.fail(index, error, now)
-            self._settled(call)
+            if not call.waiting:
+                self._settled(call)
             return True
 
     def fail(self, index: int, call_id: int, error: EngineError, now: float) -> None:
@@ -326,7 +333,8 @@ class Registry:
             call = self._calls.get(call_id)
             if call is not None and index in call.waiting:
                 call.fail(index, error, now)
-                self._settled(call)
+                if not call.waiting:
+                    self._settled(call)
 
     def heard(self, index: int, now: float) -> None:
         """An engine said something that settles nothing."""
@@ -379,7 +387,8 @@ class Registry:
                     may_have_run=sent,
                 )
                 call.fail(index, error, now)
-                self._settled(call)
+                if not call.waiting:
+                    self._settled(call)
                 failed += 1
         return failed
 
@@ -442,7 +451,8 @@ class Registry:
                         may_have_run=sent,
                     )
                     call.fail(index, error, now)
-                self._settled(call)
+                if not call.waiting:
+                    self._settled(call)
 
 
 def _dead(engine: EngineRecord) -> EngineDeadError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -78,19 +79,45 @@ def test_a_call_collects_an_outcome_per_engine_in_target_order() -> None:
     """Outcomes come in target order whatever the order in which they settled."""
     call = pending(2, 0, 1)
     error = RemoteError("boom", engine=0)
-    call.waiting.pop(1).set_result(Ok("b", 0.1))
+    call.succeed(1, "b", 100.125)
     call.fail(0, error, 100.5)
     assert list(call.waiting) == [2]
-    call.waiting.pop(2).set_result(Ok("a", 0.2))
+    call.succeed(2, "a", 100.25)
     outcomes = call.outcomes()
     assert outcomes.method == "sleep"
-    assert list(outcomes.items()) == [(2, Ok("a", 0.2)), (0, Failed(error, 0.5)), (1, Ok("b", 0.1))]
+    assert list(outcomes.items()) == [
+        (2, Ok("a", 0.25)),
+        (0, Failed(error, 0.5)),
+        (1, Ok("b", 0.125)),
+    ]
 
 
 def test_outcomes_of_an_unfinished_call_do_not_block() -> None:
     """Asking too early is a fault that shows at once, not a wait."""
-    with pytest.raises(TimeoutError):
+    with pytest.raises(KeyError):
         pending(0).outcomes()
+
+
+def test_a_waiter_is_a_future_like_any_other() -> None:
+    """It has all that this Python's own have, and shares its condition with its call's others."""
+    first, second = pending(0, 1).futures.values()
+    plain: Future[Any] = Future()
+    assert {name: type(value) for name, value in vars(first).items()} == {
+        name: type(value) for name, value in vars(plain).items()
+    }
+    assert vars(first)["_state"] == vars(plain)["_state"]
+    assert vars(first)["_condition"] is vars(second)["_condition"]
+    shared = [name for name, value in vars(first).items() if value and value is vars(second)[name]]
+    assert shared == ["_condition", "_state"]
+    assert wait([first, second], timeout=0).not_done == {first, second}
+    seen: list[Future[Any]] = []
+    first.add_done_callback(seen.append)
+    first.set_result(Ok("a", 0.1))
+    assert seen == [first]
+    assert first.result(0) == Ok("a", 0.1)
+    assert wait([first, second], timeout=0) == ({first}, {second})
+    with pytest.raises(TimeoutError):
+        second.result(0)
 
 
 def test_an_engine_cannot_settle_twice() -> None:
@@ -99,12 +126,6 @@ def test_an_engine_cannot_settle_twice() -> None:
     call.fail(0, RemoteError("first"), 100.0)
     with pytest.raises(KeyError):
         call.fail(0, RemoteError("second"), 100.0)
-
-
-def test_size_is_that_of_the_engines_dialect() -> None:
-    """A call has one message per dialect; an engine without one has none."""
-    call = pending(0, cbor=b"12345", msgpack=b"123")
-    assert [call.size(codec) for codec in ("cbor", "msgpack", None)] == [5, 3, 0]
 
 
 @pytest.mark.parametrize("first", [None, HandshakeError("no HELLO")])
