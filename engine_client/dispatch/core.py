@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 from engine_client.dispatch.lockstep import PAUSES, RESUMES, Outgoing
 from engine_client.dispatch.members import SENTINEL, Members
@@ -41,6 +42,7 @@ __all__ = ["Core"]
 
 logger = logging.getLogger("engine_client")
 
+_new: Final = tuple.__new__  # a named tuple's own is written in Python
 PAUSE_OR_RESUME = PAUSES | RESUMES
 REMIND_DELAYS = (0.2, 5.0)
 """Seconds until a lockstep group that was woken and has not confirmed it is woken again: at first,
@@ -52,9 +54,7 @@ class Core(Members):
 
     # -- outputs ----------------------------------------------------------------------------------
 
-    def output(
-        self, frames: Sequence[bytes], fd: int, now: float, *, followed: bool = True
-    ) -> bool:
+    def output(self, frames: Sequence[bytes], fd: int, now: float, followed: bool = True) -> bool:
         """A message came on the output socket.
 
         Args:
@@ -68,6 +68,8 @@ class Core(Members):
             False: nothing was done, read the monitors and come again.
         """
         connection = self._connections["output"].get(fd)
+        if connection is not None and self._settle_short(connection, frames, now):
+            return True
         main = frames[0]
         if main == DEAD_SENTINEL:
             if followed:
@@ -112,31 +114,52 @@ class Core(Members):
             self._review_outputs(now)
         return True
 
+    def _settle_short(self, connection: Connection, frames: Sequence[bytes], now: float) -> bool:
+        """Settle a call by a message that is nothing else; what a fan-out brings by the dozen.
+
+        Returns:
+            False: there is something unusual about it, and nothing was done.
+        """
+        main = frames[0]
+        if connection.codec is None or (short := connection.codec.short_reply(main)) is None:
+            return False
+        index, call_id, value = short
+        peer = self._peers.get(index)
+        if (
+            peer is None
+            or peer.output is not connection
+            or len(frames) > 1
+            or len(main) > self._max_message_size
+            or not self.registry.settle(index, call_id, None, value, now)
+        ):
+            return False
+        self.stats.received += 1
+        if self.group.held:
+            self._send_released(now)
+        return True
+
     def _accept(self, message: Outputs, frames: Sequence[bytes], peer: Peer, now: float) -> None:
         """Deliver what an engine said."""
-        index = peer.index
+        index, outputs, _, _, reply, finished, complete, start, _, _ = message
         if (
-            message.wave_complete is not None
-            or message.start_wave is not None
-            or (message.outputs and self.registry.engines[index].in_lockstep)
+            complete is not None
+            or start is not None
+            or (outputs and self.registry.engines[index].in_lockstep)
         ):
             self.group.output(message, live=self._group_is_live())
-        reply = message.utility
-        if reply is None or message.outputs or message.finished_requests:
+        if reply is None or outputs or finished:
             self._deliver(message, frames, now)
             if reply is None:
                 return
-        call_id = reply.call_id
-        error: EngineError | None = None
-        if reply.failure is not None:
-            error = RemoteError(reply.failure, engine=index)
-        if not self.registry.settle(index, call_id, error, reply.value, now):
+        call_id, failure, value = reply
+        error = None if failure is None else RemoteError(failure, engine=index)
+        if not self.registry.settle(index, call_id, error, value, now):
             if call_id in peer.questions:
                 peer.questions.discard(call_id)
                 if self._may_return(peer):
                     self._revive(peer, now)
             elif call_id < 0:
-                logger.debug("engine %d announced %r", index, reply.value)
+                logger.debug("engine %d announced %r", index, value)
             else:
                 self.stats.late_replies += 1
                 logger.debug("late reply of engine %d to call %d dropped", index, call_id)
@@ -380,18 +403,22 @@ class Core(Members):
 
     def _send_call(self, call: PendingCall, now: float) -> None:
         self.stats.calls += 1
-        engines = self.registry.engines
-        append = self.outgoing.append
+        engines, payloads = self.registry.engines, call.payloads
+        utility: bytes = RequestType.UTILITY
+        reached: list[int] = []
         for index in call.targets:
             if index in call.refused:
                 continue
             engine = engines[index]
-            payload = call.payloads.get(engine.form)
+            payload = payloads.get(engine.form)
             if not engine.alive or payload is None:
                 self._refuse(call, index, now)
                 continue
-            call.sent.add(index)
-            append(Outgoing("input", index, (engine.id, RequestType.UTILITY, payload), call))
+            reached.append(index)
+            self.outgoing.append(
+                _new(Outgoing, ("input", index, (engine.id, utility, payload), call))
+            )
+        call.sent.update(reached)
         self.registry.note_sent(call)
 
     def _refuse(self, call: PendingCall, index: int, now: float) -> None:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
+from math import inf
 from typing import Protocol
 
 import zmq
@@ -28,7 +29,7 @@ from engine_client.dispatch.outbox import LOOK_INTERVAL, Outbox
 from engine_client.dispatch.peers import Side
 from engine_client.dispatch.registry import Registry
 from engine_client.dispatch.requests import PendingRequest, RequestTable
-from engine_client.dispatch.sockets import Transport, read_monitor, subscribe
+from engine_client.dispatch.sockets import Transport, plain_send, read_monitor, subscribe
 from engine_client.dispatch.sources import Sources, has_input
 from engine_client.dispatch.waiting import Latch, PendingCall, Startup
 from engine_client.errors import ClientBrokenError, ClientClosedError, HandshakeError
@@ -46,6 +47,9 @@ _NOBLOCK, _MORE, _SRCFD = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(
 """As plain integers: operations on pyzmq's enumerations cost as much as sending a frame."""
 _BATCH = 1000
 """Messages read from one socket before the others get their turn."""
+_LOOK_DELAY = 0.02
+"""Seconds that a registration waits at most when a send has taken the news of it away.  A look
+after each send is a good part of what a call costs."""
 _AT_ONCE = 64
 """Messages of engines that are taken before the first is delivered."""
 
@@ -268,19 +272,23 @@ class Dispatcher:
         if self._processes is not None:
             self._reports = sources.add(self._processes.fileno(), self._read_exits)
         clock = time.monotonic
+        look_at = inf  # when to look at the input socket, since something was sent through it
         while not self._closers:
             timer = core.next_timer()
-            wait = LOOK_INTERVAL
+            wait = LOOK_INTERVAL if look_at == inf else _LOOK_DELAY
             if timer is not None:
                 wait = min(wait, timer - clock())
             ready = sources.wait(wait)
             now = clock()
+            if now >= look_at:
+                look_at = inf
+                sources.look(sockets["input"])
             if outputs_fd in ready:
-                ready.discard(outputs_fd)
+                del ready[outputs_fd]
                 if not self._read_outputs(now, _BATCH):
                     sources.look(outputs)
             if wakeup_fd in ready:
-                ready.discard(wakeup_fd)
+                del ready[wakeup_fd]
                 wakeup.drain()
             if outbox.pending:
                 self._take_work(now)
@@ -297,7 +305,10 @@ class Dispatcher:
                 self._abort_left()
             if core.outgoing:
                 for name in self._flush(now):
-                    sources.look(sockets[name])
+                    if name == "input":
+                        look_at = min(look_at, now + _LOOK_DELAY)
+                    else:
+                        sources.look(sockets[name])
 
     def _take_work(self, now: float) -> None:
         """Take what callers handed over, and what they left."""
@@ -305,7 +316,8 @@ class Dispatcher:
         # In this order.  A request's abort comes after its ADD, or the ADD is never sent; and what
         # a caller handed over after an abort is sent after it.
         work = self.outbox.take()
-        self._abort_left()
+        if self.requests.to_abort or self.requests.abandoned:
+            self._abort_left()
         for item in work:
             if isinstance(item, PendingCall):
                 core.submit(item, now)
@@ -322,17 +334,20 @@ class Dispatcher:
         """Send what the core left, in order; return the names of the sockets that were used."""
         core = self.core
         outgoing = core.outgoing
-        sockets = self._transport.sockets
         large: bytes | None = None
         shared: zmq.Frame | None = None
         used: set[str] = set()
+        sent, previous = 0, ""
         while outgoing:
             item = outgoing.popleft()
-            used.add(item.channel)
-            send = sockets[item.channel].send
-            *head, last = item.frames
+            channel, _, frames, work = item
+            if channel != previous:
+                previous = channel
+                used.add(channel)
+                send = plain_send(self._transport.sockets[channel])
+            last = frames[-1]
             try:
-                for frame in head:
+                for frame in frames[:-1]:
                     send(frame, _MORE)
                 if len(last) < _LARGE:
                     send(last, _NOBLOCK)
@@ -348,9 +363,10 @@ class Dispatcher:
                     raise
                 core.unreachable(item, now)
                 continue
-            self.stats.sent += 1
-            if item.work is None:
+            sent += 1
+            if work is None:
                 core.reached(item, now)
+        self.stats.sent += sent
         return used
 
     def _read_outputs(self, now: float, limit: int | None = None) -> bool:
@@ -358,13 +374,16 @@ class Dispatcher:
         outputs, registry = self._transport.sockets["output"], self.registry
         receive, completed = outputs.recv, registry.completed
         deliver, known = self.core.output, self.core.known("output")
+        # While nobody can be woken but the caller of one call, by its last reply, nothing is gained
+        # by looking first whether there is more.
+        at_once = 1 if registry.under_way <= 1 and self.requests.empty else _AT_ONCE
         read = 0
         more = True
         while more and (limit is None or read < limit):
             # Several are taken before the first is delivered: each receive lets go of the GIL, and
             # a consumer that one output has woken would take it every time.
             taken: list[tuple[list[bytes], int]] = []
-            while len(taken) < _AT_ONCE:
+            while len(taken) < at_once:
                 try:
                     frame = receive(_NOBLOCK, False)
                 except zmq.Again:
@@ -380,10 +399,10 @@ class Dispatcher:
             for frames, fd in taken:
                 if fd not in known:
                     self._read_monitors(now)
-                if not deliver(frames, fd, now, followed=False):
+                if not deliver(frames, fd, now, False):
                     # Its connection surprises: the number may be another's by now.
                     self._read_monitors(now)
-                    deliver(frames, fd, now)
+                    deliver(frames, fd, now, True)
             if more and registry.completed != completed:
                 completed = registry.completed
                 # A caller was let go.  Another receive would give it the GIL in the middle of this

@@ -136,6 +136,11 @@ class RequestTable:
 
     # -- callers ----------------------------------------------------------------------------------
 
+    @property
+    def empty(self) -> bool:
+        """Whether no request is live; needs no lock."""
+        return not self._requests
+
     def add(
         self,
         request: PendingRequest,

@@ -10,7 +10,7 @@ after everything else that was done with it: when it is added, and after a send.
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import ceil
 
 import zmq
@@ -34,7 +34,7 @@ class Sources:
         self._poller = select.poll()
         self._readers: dict[int, tuple[Reader | None, Socket | None]] = {}
         self._descriptors: dict[Socket, int] = {}
-        self._unread: set[int] = set()
+        self._unread: dict[int, int] = {}
 
     def add(self, source: Socket | int, read: Reader | None = None) -> int:
         """Poll a socket or a descriptor from now on; return its descriptor.
@@ -48,7 +48,7 @@ class Sources:
         else:
             fd, sock = int(source.getsockopt(zmq.FD)), source
             self._descriptors[sock] = fd
-            self._unread.add(fd)
+            self._unread[fd] = select.POLLIN
         self._readers[fd] = read, sock
         self._poller.register(fd, select.POLLIN)
         return fd
@@ -58,17 +58,16 @@ class Sources:
         self._poller.unregister(fd)
         del self._readers[fd]
 
-    def wait(self, seconds: float | None) -> set[int]:
-        """Block until a descriptor is ready, or the time is over; return those that are."""
+    def wait(self, seconds: float | None) -> dict[int, int]:
+        """Block until a descriptor is ready, or the time is over; return those that are (keys)."""
         if self._unread:
-            ready, self._unread = self._unread, set()
-            ready.update(fd for fd, _ in self._poller.poll(0))
-            return ready
+            unread, self._unread = self._unread, {}
+            return unread | dict(self._poller.poll(0))
         # Rounded up: a poll that ends a fraction too early would spin.
         milliseconds = None if seconds is None else max(0, ceil(seconds * 1e3))
-        return {fd for fd, _ in self._poller.poll(milliseconds)}
+        return dict(self._poller.poll(milliseconds))
 
-    def read(self, ready: set[int], now: float) -> None:
+    def read(self, ready: Collection[int], now: float) -> None:
         """Let the sources that are ready be read, in the order in which they were added."""
         for fd, (read, sock) in tuple(self._readers.items()):
             if fd in ready and read is not None:
@@ -79,4 +78,4 @@ class Sources:
     def look(self, sock: Socket) -> None:
         """After something was done with a socket: it is ready if it has input."""
         if has_input(sock):
-            self._unread.add(self._descriptors[sock])
+            self._unread[self._descriptors[sock]] = select.POLLIN

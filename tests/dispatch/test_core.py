@@ -1544,6 +1544,53 @@ def test_unknown_duplicate_and_late_replies() -> None:
     assert rig.stats.malformed_messages == 0
 
 
+@pytest.mark.parametrize("value", [None, True, False, "long"])
+def test_a_short_reply_counts_as_a_long_one(value: Any) -> None:
+    """What is read by its shape alone is judged like everything else, wherever it comes."""
+    rig = started(0, 1, named=[0], max_message_size=100)
+    reply = CBOR.encode(Outputs(0, utility=UtilityReply(77, None, value), timestamp=1.5).to_plain())
+    assert (CBOR.short_reply(reply) is None) == (value == "long")
+    call, other = rig.call(), rig.call()
+    rig.reply(0, call, value=value)
+    assert value_of(call, 0) == value
+    assert waiting(call) == [1]
+    rig.reply(0, call, value=value)
+    assert rig.stats.late_replies == 1
+    # The first on a connection names it.
+    rig.reply(1, call, value=value)
+    assert value_of(call, 1) == value
+    # A message of several frames, over the limit.
+    message = Outputs(0, utility=UtilityReply(other.call_id, None, value)).to_plain()
+    rig.core.output([CBOR.encode(message), b"x" * 100], 20, rig.now)
+    assert isinstance(error_of(other, 0), ReplyError)
+    # On the connection of another engine.
+    rig.reply(1, other, fd=20, value=value)
+    assert waiting(other) == [1]
+    assert rig.stats.malformed_messages == 2
+    rig.reply(1, other, value=value)
+    assert value_of(other, 1) == value
+    assert rig.stats.received == 7
+    rig.core._max_message_size = 20
+    last = rig.call()
+    rig.reply(0, last, value=value)
+    assert isinstance(error_of(last, 0), ReplyError)
+
+
+@pytest.mark.parametrize("value", [None, "long"])
+def test_a_held_call_goes_out_once_the_pause_is_answered(value: Any) -> None:
+    """However short the last answer to the pause is."""
+    rig = Rig(0, 1)
+    for index in rig.indices:
+        rig.start(index, {"data_parallel_size": 2})
+        rig.say(index)
+    pause, resume = rig.call(method="pause_scheduler"), rig.call(method="resume_scheduler")
+    assert pause.sent == {0, 1}
+    rig.reply(0, pause, value=value)
+    assert not resume.sent
+    rig.reply(1, pause, value=value)
+    assert resume.sent == {0, 1}
+
+
 def test_negative_call_ids() -> None:
     """An engine's own announcements carry negative ids: neither late nor an error."""
     rig = started(0)

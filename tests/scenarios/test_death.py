@@ -24,6 +24,7 @@ from engine_client import (
     connect_bootstrapped,
     launch,
 )
+from engine_client.dispatch.sources import Sources
 from engine_client.tools.mock_engine import MockEngine
 from tests.helpers import BackgroundCall, EngineProcess, run_in_thread, scaled, wait_until
 from tests.scenarios.raw import RawEngine, connecting, free_tcp, is_bound, states
@@ -324,6 +325,31 @@ def test_restart_while_a_call_waits(where: str) -> None:
         assert outcomes.succeeded == (0, 2)
         assert outcomes.failures[1].may_have_run
         assert again.log == [entry for entry in again.log if entry["args"] != ["old"]]
+
+
+def test_a_registration_of_which_a_send_took_the_news(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeroMQ tells once that something came, and forgets it at a send: it is found soon after."""
+    untold: set[int] = set()
+    wait = Sources.wait
+
+    def tell_not(sources: Sources, seconds: float | None) -> dict[int, int]:
+        unread = dict(sources._unread)
+        ready = wait(sources, seconds)
+        return {fd: event for fd, event in ready.items() if fd not in untold or fd in unread}
+
+    with group(where) as (client, engines), contextlib.ExitStack() as stack:
+        engines[1].kill()
+        wait_until(lambda: states(client) == [True, False, True])
+        sources = client._dispatcher._sources
+        untold.add(sources._descriptors[client._dispatcher._transport.sockets["input"]])
+        monkeypatch.setattr(Sources, "wait", tell_not)
+        stack.enter_context(EngineProcess(where, 1))
+        wait_until(
+            lambda: client.call_utility("is_sleeping", engines=[0]) and states(client)[1],
+            what="the registration to be read",
+        )
 
 
 def test_a_second_process_waits_for_the_first_to_end(
