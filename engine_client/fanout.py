@@ -26,7 +26,7 @@ from typing import Any
 from engine_client import _render
 from engine_client.deadline import Deadline
 from engine_client.dispatch.dispatcher import Dispatcher
-from engine_client.dispatch.waiting import PendingCall
+from engine_client.dispatch.waiting import SLICE, PendingCall
 from engine_client.engines import Targets, engine_names, resolve_targets
 from engine_client.errors import (
     AbandonedError,
@@ -152,11 +152,16 @@ def settle(
             if registered:
                 call.handed_over = True
                 limit = _first_limit(dispatcher, deadline)
-                # From here on the dispatcher wants the GIL: nothing comes between but the wait.
+                moment = limit if 0 <= limit < SLICE else SLICE
+                poke, block = dispatcher.outbox.wakeup.poke, call.latch.block
+                waits = bool(call.waiting)
                 # When the outbox is closed already, the end of the client settles the call.
-                dispatcher.outbox.append(call)
-                if call.waiting and not call.latch.wait(limit):
-                    _wait_on(dispatcher, call)
+                if dispatcher.outbox.put(call):
+                    poke()
+                # Nothing comes between: the dispatcher wants the GIL now, and if it is not let go
+                # before the dispatcher has woken, that goes to sleep again until it is.
+                if waits and not block(True, moment):
+                    _wait_on(dispatcher, call, limit)
         finally:
             registry.abandoned.append(call)
         registry.drain()
@@ -240,9 +245,13 @@ def _first_limit(dispatcher: Dispatcher, deadline: Deadline) -> float:
     return min(interval, TIMEOUT_MAX)
 
 
-def _wait_on(dispatcher: Dispatcher, call: PendingCall) -> None:
-    """Having blocked for the first limit: warn and block again, unless that was the deadline."""
+def _wait_on(dispatcher: Dispatcher, call: PendingCall, limit: float) -> None:
+    """Having blocked for a moment: block until the first limit; warn, unless that was the deadline,
+    and block again.
+    """
     __tracebackhide__ = True
+    if not 0 <= limit < SLICE and call.latch.wait(max(limit - SLICE, -1)):
+        return
     interval = dispatcher.config.slow_call_warning
     if call.deadline.timeout is not None or interval is None:
         return

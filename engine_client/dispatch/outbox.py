@@ -87,17 +87,27 @@ class Outbox(Generic[T]):
 
     def append(self, item: T) -> bool:
         """Enqueue as one unit and wake the dispatcher; False when it takes nothing any more."""
+        asleep = self.put(item)
+        if asleep:
+            self.wakeup.poke()
+        return asleep is not None
+
+    def put(self, item: T) -> bool | None:
+        """Enqueue as one unit; tell whether the dispatcher sleeps, and a poke must follow.
+
+        Not under the lock, for which the dispatcher would wait and wake once more.  Whoever is
+        interrupted before his poke must poke, and if he is interrupted in that too, the dispatcher
+        looks by itself (see LOOK_INTERVAL).
+
+        Returns:
+            None: the outbox is closed and takes nothing any more.
+        """
         with self._lock:
             if not self._open:
-                return False
+                return None
             self._queue.append(item)
-            awake, self._awake = self._awake, True
-        # Under the lock, the dispatcher would wake, wait for the lock, and wake once more: a fifth
-        # of a call's processor time.  Whoever is interrupted just before this line must poke, and
-        # if he is interrupted in that too, the dispatcher looks by itself (see LOOK_INTERVAL).
-        if not awake:
-            self.wakeup.poke()
-        return True
+            asleep, self._awake = not self._awake, True
+            return asleep
 
     @property
     def pending(self) -> bool:

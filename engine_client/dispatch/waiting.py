@@ -36,13 +36,15 @@ T = TypeVar("T")
 class Latch:
     """A gate that opens once.  One party waits; any may open it."""
 
-    __slots__ = ("_lock", "open")
+    __slots__ = ("_lock", "block", "open")
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
         # Bound here: opening is then one C call, which an interrupt cannot split.
         self.open: Callable[[], None] = self._lock.release
+        self.block: Callable[[bool, float], bool] = self._lock.acquire
+        """The shortest way to wait, for ``(True, seconds)``: at most SLICE of them."""
 
     def open_once(self) -> None:
         """Open it unless it is open; callers must be serialised by a lock."""
