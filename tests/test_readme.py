@@ -126,7 +126,8 @@ def test_table_of_threads_and_locks_is_complete() -> None:
         "dispatcher: threading.Thread",
         "outbox: threading.Lock",
         "registry: threading.Lock",
+        "waiting: threading.Condition",
         "waiting: threading.Lock",
     }
-    for row in ("dispatcher", "registry", "outbox", "latch", "mailbox"):
+    for row in ("dispatcher", "registry", "outbox", "latch", "futures", "mailbox"):
         assert re.search(rf"^\| {row}\b", TEXT, flags=re.MULTILINE), row
