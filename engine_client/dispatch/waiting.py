@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ALL_COMPLETED, Future, wait
+from concurrent.futures import ALL_COMPLETED, Future, InvalidStateError, wait
 from typing import Any, Generic, TypeVar
 
 from engine_client.deadline import Deadline
@@ -103,8 +103,9 @@ class Mailbox(Generic[T]):
 class _Waiter(Future[Outcome]):
     """One engine's part of a call: a future that shares its condition with those of the others.
 
-    A condition of its own is ten objects and a third of the time that a fan-out takes of the
-    caller.  :func:`concurrent.futures.wait` takes the condition of each as often as it is shared.
+    A condition of its own is ten objects, and a third of what a caller does for each engine.
+    Settling takes no lock and wakes nobody: nobody blocks on a waiter, but on the latch of its
+    call, and the dispatcher must not wait for a lock that an interrupted caller has left held.
     """
 
     def __init__(self, condition: threading.Condition) -> None:
@@ -114,6 +115,17 @@ class _Waiter(Future[Outcome]):
         self._result = self._exception = None
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
+
+    def set_result(self, result: Outcome) -> None:
+        """Settle it; requires the registry lock, or sole ownership."""
+        if self._state != "PENDING":
+            raise InvalidStateError(f"{self._state}: {self!r}")
+        self._result = result
+        self._state = "FINISHED"
+
+    def done(self) -> bool:
+        """Whether it has settled; requires what :meth:`set_result` does."""
+        return self._state == "FINISHED"
 
 
 class PendingCall:
@@ -185,9 +197,9 @@ class PendingCall:
         # In this order: a caller that is interrupted in between does it again, and no future is
         # left that is neither waited for nor done.
         future = self.waiting[index]
+        outcome = self.settled.setdefault(index, Failed(error, now - self.started))
         if not future.done():
-            future.set_result(Failed(error, now - self.started))
-        self.settled[index] = future.result(0)
+            future.set_result(outcome)
         self.waiting.pop(index, None)
 
     def outcomes(self) -> Outcomes:

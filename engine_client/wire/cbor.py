@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import struct
+from functools import lru_cache
 from math import isfinite
 from typing import ClassVar, NoReturn
 
@@ -50,6 +51,11 @@ _SHORT_REPLY = re.compile(
 _RESULTS = {b"\xf4": False, b"\xf5": True, b"\xf6": None}
 
 
+@lru_cache(4096)  # an engine has one index, and a fan-out has one call id
+def _unsigned(item: bytes) -> int:
+    return int.from_bytes(item[1:] or item, "big")
+
+
 def _refuse_tag(*_: object) -> NoReturn:
     raise ProtocolError("a tag, which the protocol does not use")
 
@@ -82,12 +88,7 @@ class CborCodec(Codec):
         if match is None:
             return None
         index, call_id, result = match.groups()
-        number = int.from_bytes
-        return (
-            number(index[1:] or index, "big"),
-            number(call_id[1:] or call_id, "big"),
-            _RESULTS[result],
-        )
+        return _unsigned(index), _unsigned(call_id), _RESULTS[result]
 
     def read(self, frame: bytes | memoryview) -> Plain:
         data = b"".join((b"\x82", frame, _TAIL))

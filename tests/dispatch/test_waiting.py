@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
 import pytest
@@ -98,26 +98,36 @@ def test_outcomes_of_an_unfinished_call_do_not_block() -> None:
         pending(0).outcomes()
 
 
-def test_a_waiter_is_a_future_like_any_other() -> None:
-    """It has all that this Python's own have, and shares its condition with its call's others."""
+def test_a_waiter_is_a_future_that_shares_its_condition() -> None:
+    """It has all that this Python's own futures have; only the condition is its whole call's."""
     first, second = pending(0, 1).futures.values()
     plain: Future[Any] = Future()
     assert {name: type(value) for name, value in vars(first).items()} == {
         name: type(value) for name, value in vars(plain).items()
     }
-    assert vars(first)["_state"] == vars(plain)["_state"]
-    assert vars(first)["_condition"] is vars(second)["_condition"]
     shared = [name for name, value in vars(first).items() if value and value is vars(second)[name]]
     assert shared == ["_condition", "_state"]
+    assert vars(first)["_state"] == vars(plain)["_state"]
     assert wait([first, second], timeout=0).not_done == {first, second}
-    seen: list[Future[Any]] = []
-    first.add_done_callback(seen.append)
     first.set_result(Ok("a", 0.1))
-    assert seen == [first]
+    plain.set_result(Ok("a", 0.1))
+    assert vars(first)["_state"] == vars(plain)["_state"]
     assert first.result(0) == Ok("a", 0.1)
     assert wait([first, second], timeout=0) == ({first}, {second})
     with pytest.raises(TimeoutError):
         second.result(0)
+    with pytest.raises(InvalidStateError):
+        first.set_result(Ok("b", 0.2))
+
+
+def test_no_lock_that_a_caller_left_held_stops_the_dispatcher() -> None:
+    """An interrupt inside of ``wait`` leaves the lock of a future held."""
+    call = pending(0, 1)
+    error = RemoteError("boom", engine=1)
+    vars(call.futures[0])["_condition"].acquire()
+    run_in_thread(call.succeed, 0, "a", 100.5).result()
+    run_in_thread(call.fail, 1, error, 100.5).result()
+    assert call.outcomes() == {0: Ok("a", 0.5), 1: Failed(error, 0.5)}
 
 
 def test_an_engine_cannot_settle_twice() -> None:
