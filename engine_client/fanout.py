@@ -250,7 +250,10 @@ def _wait_on(dispatcher: Dispatcher, call: PendingCall, limit: float) -> None:
     and block again.
     """
     __tracebackhide__ = True
-    if not 0 <= limit < SLICE and call.latch.wait(max(limit - SLICE, -1)):
+    # By the clock: a signal handler, or a stop of the process, may have made the moment long.
+    if not 0 <= limit < SLICE and call.latch.wait(
+        call.deadline.lock_timeout(limit - SLICE if limit > 0 else None)
+    ):
         return
     interval = dispatcher.config.slow_call_warning
     if call.deadline.timeout is not None or interval is None:
@@ -287,7 +290,7 @@ def _timeout_error(dispatcher: Dispatcher, call: PendingCall, index: int) -> Cal
 
 def _report_interrupt(dispatcher: Dispatcher, call: PendingCall, exc: BaseException) -> None:
     """Say on the exception which engines had settled and which may still run the call."""
-    dispatcher.outbox.wakeup.poke()  # it may have come between the append and its poke
+    dispatcher.outbox.wakeup.poke()  # it may have come between the put and its poke
     dispatcher.registry.drain()
     now = time.monotonic()
     for index in tuple(call.waiting):

@@ -118,7 +118,7 @@ class Core(Members):
         """Settle a call by a message that is nothing else; what a fan-out brings by the dozen.
 
         Returns:
-            False: there is something unusual about it, and nothing was done.
+            False: there is something unusual about it, and it must be read as any other is.
         """
         main = frames[0]
         if connection.codec is None or (short := connection.codec.short_reply(main)) is None:
@@ -130,10 +130,12 @@ class Core(Members):
             or peer.output is not connection
             or len(frames) > 1
             or len(main) > self._max_message_size
-            or not self.registry.settle(index, call_id, None, value, now)
         ):
             return False
-        self.stats.received += 1
+        self.stats.received += 1  # before a caller is let go who may look at it
+        if not self.registry.settle(index, call_id, None, value, now):
+            self.stats.received -= 1
+            return False
         if self.group.held:
             self._send_released(now)
         return True

@@ -51,7 +51,7 @@ _LOOK_DELAY = 0.02
 """Seconds that a registration waits at most when a send has taken the news of it away.  A look
 after each send is a good part of what a call costs."""
 _AT_ONCE = 64
-"""Messages of engines that are taken before the first is delivered."""
+"""Messages of engines that are taken before the first is delivered, when that may wake several."""
 
 
 class ProcessOwner(Protocol):
@@ -275,7 +275,7 @@ class Dispatcher:
         look_at = inf  # when to look at the input socket, since something was sent through it
         while not self._closers:
             timer = core.next_timer()
-            wait = LOOK_INTERVAL if look_at == inf else _LOOK_DELAY
+            wait = LOOK_INTERVAL if look_at == inf else look_at - clock()
             if timer is not None:
                 wait = min(wait, timer - clock())
             ready = sources.wait(wait)
@@ -348,16 +348,16 @@ class Dispatcher:
             last = frames[-1]
             try:
                 for frame in frames[:-1]:
-                    send(frame, _MORE)
+                    send(frame, _MORE, True)
                 if len(last) < _LARGE:
-                    send(last, _NOBLOCK)
+                    send(last, _NOBLOCK, True)
                 else:
                     # One copy into a ZeroMQ message that all engines share.  (pyzmq's own way
                     # without a copy starts a thread that never ends.)
                     if last is not large:
                         large, shared = last, zmq.Frame(last, copy=True)
                     assert shared is not None
-                    send(shared, _NOBLOCK, copy=False)
+                    send(shared, _NOBLOCK, False)
             except zmq.ZMQError as exc:
                 if exc.errno != zmq.EHOSTUNREACH:
                     raise

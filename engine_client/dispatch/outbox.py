@@ -71,9 +71,9 @@ class Wakeup:
 class Outbox(Generic[T]):
     """What callers hand to the dispatcher, in one order for all engines.
 
-    ``append`` checks that the outbox is open and enqueues under one hold of the lock: nothing is
-    accepted that a closing dispatcher would not see.  It wakes the dispatcher last, when it holds
-    nothing that the dispatcher would have to wait for.
+    ``put`` checks that the outbox is open and enqueues under one hold of the lock: nothing is
+    accepted that a closing dispatcher would not see.  The dispatcher is woken last, when nothing is
+    held that it would have to wait for.
     """
 
     __slots__ = ("_awake", "_lock", "_open", "_queue", "wakeup")

@@ -4,7 +4,7 @@
 client's five.  Here only their descriptors are polled.  Such a descriptor does not tell that there
 is a message but that something happened, and it tells it once: whatever is done with the socket
 takes the news away.  So a socket is read empty whenever its descriptor is ready, and looked at
-after everything else that was done with it: when it is added, and after a send.
+after everything else that was done with it: when it is added, and some time after a send.
 """
 
 from __future__ import annotations

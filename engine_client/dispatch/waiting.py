@@ -131,7 +131,7 @@ class _Waiter(Future[Outcome]):
 class PendingCall:
     """One utility call on its way to one or many engines: its futures, its latch, its frames.
 
-    Until it is unregistered, ``waiting`` and ``ended`` are written under the registry
+    Until it is unregistered, ``waiting``, ``settled`` and ``ended`` are written under the registry
     lock only, and no caller touches a future.  Afterwards they belong to the caller alone.
     """
 

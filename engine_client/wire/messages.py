@@ -1,10 +1,11 @@
 """The messages of the engine-core protocol as values, independent of how their bytes are written.
 
-Each message is a frozen dataclass with two directions: ``to_plain()`` lays it out as arrays, maps
-and scalars, and ``from_plain()`` reads such a layout, as a codec returned it, and raises
-:class:`~engine_client.errors.ProtocolError` for anything that is not valid.  Positional records may
-be shorter than known (missing fields take their defaults) or longer (what is more is ignored), and
-unknown map keys are ignored: the protocol grows with nearly every release of the engines.
+Each message is a frozen dataclass, or a named tuple where many are made, with two directions:
+``to_plain()`` lays it out as arrays, maps and scalars, and ``from_plain()`` reads such a layout, as
+a codec returned it, and raises :class:`~engine_client.errors.ProtocolError` for anything that is
+not valid.  Positional records may be shorter than known (missing fields take their defaults) or
+longer (what is more is ignored), and unknown map keys are ignored: the protocol grows with nearly
+every release of the engines.
 """
 
 from __future__ import annotations

@@ -183,6 +183,22 @@ def test_harmless_signals_every_20_ms(two: Rig, limit: float | None) -> None:
     assert len(rang) > 5
 
 
+@storm_test()
+def test_a_handler_that_takes_long_makes_no_limit_longer(two: Rig) -> None:
+    """Whatever the caller's thread does while it waits counts as waiting."""
+    two.fault("echo", "hold", engines=[1])
+    previous = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.9))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    try:
+        began = time.monotonic()
+        with pytest.raises(UtilityTimeoutError):
+            two.client.call_utility("echo", "x", timeout=1.0)
+        assert 1.0 <= time.monotonic() - began < 1.0 + scaled(0.4)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_waiting_costs_no_processor_time(two: Rig) -> None:
     """A call that waits uses next to none of the processor, whatever its limit."""
     two.fault("echo", "drop")
