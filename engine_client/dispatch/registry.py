@@ -2,6 +2,10 @@
 
 One lock, a leaf: no I/O, no logging, no user code under it.  A reply is popped and its future
 settled under one hold, so no two parties ever touch one future.
+
+Where a caller takes the lock, the ``with`` holds calls and no loop: CPython 3.12 and 3.13 look for
+signals in the jump back to a loop's begin, and where an ``if`` ends the body, that jump is outside
+of what the ``with`` guards.  A Ctrl-C there leaves the lock held for ever.
 """
 
 from __future__ import annotations
@@ -173,35 +177,39 @@ class Registry:
             Whether it was registered.  False also when the client has ended.
         """
         with self.lock:
-            self._drain()
-            if self.ended:
-                return False
-            refused: dict[int, EngineError] = {}
-            engines, limit = self.engines, self._max_unanswered
-            for index in call.waiting:
-                engine = engines[index]
-                if not engine.alive:
-                    refused[index] = _dead(engine)
-                elif engine.unanswered > limit and (flooded := self.flooded(engine)) is not None:
-                    refused[index] = flooded
-            if refused and not each:
-                names = ", ".join(map(str, refused))
-                for index in call.targets:
-                    if index not in refused and index in call.waiting:
-                        refused[index] = NotSentError(
-                            f"nothing was sent, because of engine {names}", engine=index
-                        )
-            for index, error in refused.items():
-                call.refused.add(index)
-                call.fail(index, error, call.started)
-            if refused and not each:
-                return False
-            self._calls[call.call_id] = call
-            sizes = {form: len(payload) for form, payload in call.payloads.items()}
-            for index in call.waiting:
-                engine = engines[index]
-                engine.unanswered += sizes.get(engine.form, 0)
-            return True
+            return self._add(call, each)
+
+    def _add(self, call: PendingCall, each: bool) -> bool:
+        assert self.lock.locked()
+        self._drain()
+        if self.ended:
+            return False
+        refused: dict[int, EngineError] = {}
+        engines, limit = self.engines, self._max_unanswered
+        for index in call.waiting:
+            engine = engines[index]
+            if not engine.alive:
+                refused[index] = _dead(engine)
+            elif engine.unanswered > limit and (flooded := self.flooded(engine)) is not None:
+                refused[index] = flooded
+        if refused and not each:
+            names = ", ".join(map(str, refused))
+            for index in call.targets:
+                if index not in refused and index in call.waiting:
+                    refused[index] = NotSentError(
+                        f"nothing was sent, because of engine {names}", engine=index
+                    )
+        for index, error in refused.items():
+            call.refused.add(index)
+            call.fail(index, error, call.started)
+        if refused and not each:
+            return False
+        self._calls[call.call_id] = call
+        sizes = {form: len(payload) for form, payload in call.payloads.items()}
+        for index in call.waiting:
+            engine = engines[index]
+            engine.unanswered += sizes.get(engine.form, 0)
+        return True
 
     def oldest_unanswered(self, index: int) -> SentCall | None:
         """The first call that an engine has not answered, whether or not somebody waits for it."""
@@ -270,12 +278,9 @@ class Registry:
     def progress(self, call: PendingCall) -> tuple[tuple[int, ...], dict[int, EngineError]]:
         """The engines still outstanding in a registered call, and the failures already known."""
         with self.lock:
-            failures = {
-                index: outcome.error
-                for index in call.targets
-                if isinstance(outcome := call.settled.get(index), Failed)
-            }
-            return tuple(call.waiting), failures
+            waiting, settled = tuple(call.waiting), dict(call.settled)
+        failures = {i: one.error for i, one in settled.items() if isinstance(one, Failed)}
+        return waiting, {i: failures[i] for i in call.targets if i in failures}
 
     def in_flight(self) -> dict[int, int]:
         """The number of calls that each engine has not settled."""

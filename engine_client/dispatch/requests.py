@@ -222,7 +222,8 @@ class RequestTable:
         """The live requests of these ids; unknown ids are left out."""
         with self._lock:
             self._drain()
-            return [self._by_id[i] for i in dict.fromkeys(request_ids) if i in self._by_id]
+            found = list(map(self._by_id.get, dict.fromkeys(request_ids)))
+        return [request for request in found if request is not None]
 
     def live(self) -> list[PendingRequest]:
         """All live requests, oldest first."""
