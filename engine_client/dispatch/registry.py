@@ -279,8 +279,11 @@ class Registry:
         """The engines still outstanding in a registered call, and the failures already known."""
         with self.lock:
             waiting, settled = tuple(call.waiting), dict(call.settled)
-        failures = {i: one.error for i, one in settled.items() if isinstance(one, Failed)}
-        return waiting, {i: failures[i] for i in call.targets if i in failures}
+        return waiting, {
+            index: outcome.error
+            for index in call.targets
+            if isinstance(outcome := settled.get(index), Failed)
+        }
 
     def in_flight(self) -> dict[int, int]:
         """The number of calls that each engine has not settled."""
